@@ -1,0 +1,1 @@
+"""tritonserver's side of the engine, and the `gptoss` command line."""

@@ -1,0 +1,143 @@
+"""What is configured: read once at the edge, frozen, unknown keys refused by name.
+
+The same keys serve the configuration file (TOML or JSON), the command line's --flags and the
+engine model's `parameters` in config.pbtxt. Words are vLLM's where it has them.
+"""
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from gptoss_engine.types import nearest
+
+
+class InvalidConfig(ValueError):
+    """A configuration that cannot work: names the key, the value and the limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How the engine runs.
+
+    model: a checkpoint folder, or "demo" for the built-in demo model.
+    dtype: of activations and dense weights; "auto" is float32 on a CPU and bfloat16 on a GPU.
+    num_pages, num_window_pages: KV pages of page_size tokens in each page group; 0 derives them:
+        on a CPU, enough for max_num_seqs sequences within kv_cache_gigabytes.
+    max_model_len: tokens of prompt and answer together; 0 means the checkpoint's own limit.
+    max_num_batched_tokens: the token budget that prefill chunks and decodes of one step share.
+    max_waiting_requests, max_waiting_tokens: admission limits; beyond them UNAVAILABLE.
+    default_max_tokens: the answer's limit when a request names none; 0 is what the context leaves.
+    stream_interval: tokens a stream gathers before a response is sent, after its first token.
+    """
+
+    model: str = "demo"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    weights: Literal["bf16"] = "bf16"
+    kv_cache: Literal["bf16"] = "bf16"
+    attention: Literal["reference"] = "reference"
+    gemm: Literal["reference"] = "reference"
+    tp: int = 1
+    ep: int = 1
+    dp: int = 1
+    page_size: int = 64
+    num_pages: int = 0
+    num_window_pages: int = 0
+    kv_cache_gigabytes: float = 1.0
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_model_len: int = 0
+    max_waiting_requests: int = 1024
+    max_waiting_tokens: int = 1_000_000
+    default_max_tokens: int = 0
+    default_timeout_seconds: float = 600.0
+    stream_interval: int = 1
+    enable_prefix_caching: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "ep", "dp"):
+            if getattr(self, name) != 1:
+                raise InvalidConfig(
+                    f"{name} must be 1 in this version, got {getattr(self, name)}: "
+                    "parallel layouts are not built yet"
+                )
+        if self.enable_prefix_caching:
+            raise InvalidConfig("enable_prefix_caching must be false: it is not built yet")
+        for name, low, high in (
+            ("page_size", 1, 1024),
+            ("num_pages", 0, 2**31 - 1),
+            ("num_window_pages", 0, 2**31 - 1),
+            ("max_num_seqs", 1, 4096),
+            ("max_num_batched_tokens", 1, 2**20),
+            ("max_model_len", 0, 2**20),
+            ("max_waiting_requests", 0, 2**31 - 1),
+            ("max_waiting_tokens", 0, 2**31 - 1),
+            ("default_max_tokens", 0, 2**31 - 1),
+            ("stream_interval", 1, 1024),
+            ("kv_cache_gigabytes", 0.001, 100_000),
+            ("default_timeout_seconds", 0.001, 1e9),
+        ):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise InvalidConfig(f"{name} must be in [{low}, {high}], got {value}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise InvalidConfig(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
+                f"max_num_seqs ({self.max_num_seqs}): every running sequence decodes each step"
+            )
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> "EngineConfig":
+        """From names and values, strings (as config.pbtxt has them) or already typed."""
+        types = {field.name: field.type for field in fields(cls)}
+        for name in values:
+            if name not in types:
+                raise InvalidConfig(f"unknown configuration key {name!r}{nearest(name, [*types])}")
+        return cls(**{name: _convert(name, value, types[name]) for name, value in values.items()})
+
+    @classmethod
+    def from_file(cls, path: str | Path, overrides: Mapping[str, Any] | None = None):
+        """From a .toml or .json file; `overrides` win over the file."""
+        return cls.from_mapping({**read_config_file(path), **(overrides or {})})
+
+
+def read_config_file(path: str | Path) -> dict[str, Any]:
+    """The keys of a .toml or .json configuration file, as a flat table."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (OSError, ValueError) as error:
+        raise InvalidConfig(f"cannot read configuration file {path}: {error}") from error
+    if not isinstance(values, dict):
+        raise InvalidConfig(f"configuration file {path} must hold one table of keys and values")
+    return values
+
+
+def _convert(name: str, value: Any, kind: Any) -> Any:
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            choices = ", ".join(map(str, get_args(kind)))
+            raise InvalidConfig(f"{name} must be one of {choices}, got {value!r}")
+        return value
+    try:
+        if kind is bool:
+            if isinstance(value, str) and value.lower() in ("true", "false"):
+                return value.lower() == "true"
+            if isinstance(value, bool):
+                return value
+        elif kind is int:
+            if isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool)):
+                return int(value)
+        elif kind is float:
+            if not isinstance(value, bool):
+                return float(value)
+        elif kind is str and isinstance(value, str):
+            return value
+    except ValueError:
+        pass
+    words = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
+    raise InvalidConfig(f"{name} must be {words[kind]}, got {value!r}")

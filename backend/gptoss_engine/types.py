@@ -1,0 +1,153 @@
+"""What flows through the engine: one frozen type for each stage of a request's life.
+
+`GenerationRequest` -> `Sequence` (sequence.py) -> `ScheduledStep` (scheduler.py) -> `StepOutput`
+-> `TokenChunk`. Every type is complete at birth and refuses bad values in words.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import Any, Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+MAX_LOGPROBS = 20
+MAX_STOP_TOKEN_IDS = 128
+
+
+class InvalidRequest(ValueError):
+    """The caller's fault, found before admission: names the field, the value and the limit."""
+
+
+class Unsupported(InvalidRequest):
+    """A known parameter with a value that this build does not implement: named, never ignored."""
+
+
+class Unavailable(RuntimeError):
+    """The engine is full, draining or broken: the same request may succeed later."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen and when a generation ends. Names and ranges are vLLM's.
+
+    temperature: 0 is greedy (lowest id wins a tie); at most 100.
+    top_k: 0 or -1 means every token. top_p in (0, 1]. min_p in [0, 1].
+    seed: in [0, 2**64); None draws one when the request is admitted.
+    max_tokens: None means what the model's context leaves.
+    stop_token_ids: end the generation (with reason "stop") and are part of its tokens.
+    ignore_eos: the checkpoint's own end tokens no longer stop; stop_token_ids still do.
+    logprobs: None for none, n for the chosen token's and the n most likely tokens' (n <= 20).
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _number("temperature", self.temperature, 0.0, 100.0)
+        _number("top_p", self.top_p, 0.0, 1.0, low_is_open=True)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _integer("top_k", self.top_k, -1, 2**31 - 1)
+        _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.seed is not None:
+            _integer("seed", self.seed, 0, 2**64 - 1)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+            if self.min_tokens > self.max_tokens:
+                raise InvalidRequest(
+                    f"min_tokens must be at most max_tokens ({self.max_tokens}), "
+                    f"got {self.min_tokens}"
+                )
+        if self.logprobs is not None:
+            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if not isinstance(self.ignore_eos, bool):
+            raise InvalidRequest(f"ignore_eos must be true or false, got {self.ignore_eos!r}")
+        if not isinstance(self.stop_token_ids, tuple):
+            raise InvalidRequest("stop_token_ids must be a list of token ids")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequest(
+                f"stop_token_ids must have at most {MAX_STOP_TOKEN_IDS} entries, "
+                f"got {len(self.stop_token_ids)}"
+            )
+        for token_id in self.stop_token_ids:
+            _integer("stop_token_ids", token_id, 0, 2**31 - 1)
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> "SamplingParams":
+        """From parsed JSON. An unknown name is refused with the nearest known one."""
+        known = [field.name for field in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise InvalidRequest(f"unknown sampling parameter {name!r}{nearest(name, known)}")
+        given = {name: value for name, value in values.items() if value is not None}
+        if isinstance(given.get("stop_token_ids"), list):
+            given["stop_token_ids"] = tuple(given["stop_token_ids"])
+        return cls(**given)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One answer to be generated. `deadline` is a time.monotonic() value in seconds, or None."""
+
+    generation_id: str
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    deadline: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural-log probabilities after temperature 1: the chosen token's, and the top n's."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenChunk:
+    """Some tokens of one generation, in order. Exactly one chunk a generation has a finish_reason.
+
+    logprobs: one entry a token, or empty when none were asked for.
+    error: a sentence, with finish_reason "error" or "abort" (deadline), else "".
+    num_prompt_tokens, num_cached_tokens: counts of the whole request, on every chunk.
+    """
+
+    generation_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: str = ""
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """`; did you mean 'x'?` for an unknown key, or nothing when no known key is near."""
+    near = get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _number(
+    name: str, value: object, low: float, high: float, *, low_is_open: bool = False
+) -> None:
+    bounds = f"in {'(' if low_is_open else '['}{low:g}, {high:g}]"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InvalidRequest(f"{name} must be a number {bounds}, got {value!r}")
+    inside = low < value <= high if low_is_open else low <= value <= high
+    if not math.isfinite(value) or not inside:
+        raise InvalidRequest(f"{name} must be {bounds}, got {value}")
+
+
+def _integer(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequest(f"{name} must be an integer in [{low}, {high}], got {value!r}")
+    if not low <= value <= high:
+        raise InvalidRequest(f"{name} must be in [{low}, {high}], got {value}")

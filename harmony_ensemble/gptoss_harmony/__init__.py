@@ -1,0 +1,1 @@
+"""The Harmony chat format: chat to tokens (`render`), tokens to channels (`stream`)."""

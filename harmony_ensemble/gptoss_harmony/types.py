@@ -1,0 +1,62 @@
+"""What flows through a chat format: `ChatRequest` -> `Prompt` -> (engine) -> `ChatDelta`.
+
+The engine's own types are not imported: between the two stand token ids and JSON.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+ReasoningEffort = Literal["low", "medium", "high"]
+Channel = Literal["reasoning", "content", "tool_call"]
+FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
+
+
+class InvalidChat(ValueError):
+    """The caller's fault, found before admission: names the field, the value and the limit."""
+
+
+class UnsupportedChat(InvalidChat):
+    """A known field with a value that this build does not implement: named, never ignored."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """One chat, as OpenAI's JSON has it once parsed and checked.
+
+    messages: OpenAI chat messages (role, content, name, tool_calls, tool_call_id, …).
+    tools: OpenAI function tools, each {"type": "function", "function": {name, …}}.
+    sampling: engine parameters by name, passed on unseen.
+    """
+
+    messages: tuple[Mapping[str, Any], ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    reasoning_effort: ReasoningEffort = "medium"
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    stream: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What the engine gets: the rendered chat, and the ids that end an answer."""
+
+    token_ids: tuple[int, ...]
+    stop_token_ids: tuple[int, ...]
+    sampling: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatDelta:
+    """A piece of one answer. Joined in order, the pieces of a channel are its whole text.
+
+    channel "tool_call": recipient is the function's name, tool_call_id its id, text a piece of
+    the arguments' JSON; tool_call_index counts the calls of one answer from 0.
+    finish_reason stands on the last delta alone.
+    """
+
+    channel: Channel
+    text: str = ""
+    recipient: str | None = None
+    tool_call_id: str | None = None
+    tool_call_index: int = 0
+    finish_reason: FinishReason | None = None
