@@ -27,6 +27,7 @@ class Sequence:
 
     stop_token_ids: everything that ends this generation (the checkpoint's and the request's).
     max_tokens: the answer's limit, resolved at admission. seed: resolved at admission.
+    arrival_time, deadline: time.monotonic() values in seconds.
     """
 
     generation_id: str
@@ -36,6 +37,7 @@ class Sequence:
     seed: int
     max_tokens: int
     stop_token_ids: frozenset[int]
+    arrival_time: float = 0.0
     deadline: float | None = None
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
@@ -50,6 +52,7 @@ class Sequence:
         seed: int,
         max_tokens: int,
         eos_token_ids: frozenset[int],
+        arrival_time: float = 0.0,
     ) -> "Sequence":
         sampling = request.sampling
         stop = frozenset(sampling.stop_token_ids)
@@ -61,6 +64,7 @@ class Sequence:
             seed=seed,
             max_tokens=max_tokens,
             stop_token_ids=stop if sampling.ignore_eos else stop | eos_token_ids,
+            arrival_time=arrival_time,
             deadline=request.deadline,
         )
 
@@ -75,10 +79,20 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledItem:
-    """The next `num_tokens` uncomputed tokens of a sequence, computed in one step."""
+    """The next `num_tokens` uncomputed tokens of a sequence, computed in one step.
+
+    draft_token_ids: guesses at what follows them, computed and sampled after in the same step;
+    empty unless `is_sampled`.
+    """
 
     sequence: Sequence
     num_tokens: int
+    draft_token_ids: tuple[int, ...] = ()
+
+    @property
+    def num_slots(self) -> int:
+        """Positions that are computed, drafts included."""
+        return self.num_tokens + len(self.draft_token_ids)
 
     @property
     def is_sampled(self) -> bool:

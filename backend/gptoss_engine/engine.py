@@ -1,0 +1,401 @@
+"""The engine, add / abort / step, and the thread that runs it for a server.
+
+`Engine` is a plain object for one thread. `EngineLoop` owns one, and takes requests and aborts
+from any thread; answers go to the callback that came with the request.
+"""
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Protocol
+
+from gptoss_engine.config import EngineConfig, InvalidConfig
+from gptoss_engine.decoding import Decoder
+from gptoss_engine.decoding.plain import PlainDecoder
+from gptoss_engine.model_config import ModelConfig
+from gptoss_engine.page_pool import PagePool
+from gptoss_engine.scheduler import Scheduler
+from gptoss_engine.sequence import ScheduledStep, Sequence, StepOutput
+from gptoss_engine.types import (
+    FinishReason,
+    GenerationRequest,
+    InvalidRequest,
+    TokenChunk,
+    Unavailable,
+)
+
+log = logging.getLogger(__name__)
+
+
+class StepRunner(Protocol):
+    """What the engine needs of a runner: the model's figures, the cache's size, and one verb."""
+
+    @property
+    def model_config(self) -> ModelConfig: ...
+
+    @property
+    def num_pages(self) -> int: ...
+
+    @property
+    def num_window_pages(self) -> int: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    def run(self, step: ScheduledStep) -> StepOutput: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Gauges at one moment, and counters since the start."""
+
+    num_waiting: int
+    num_waiting_tokens: int
+    num_running: int
+    num_pages: int
+    num_used_pages: int
+    num_window_pages: int
+    num_used_window_pages: int
+    num_preemptions: int
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    num_finished: Mapping[FinishReason, int]
+
+
+class Engine:
+    """Sequences in, chunks of tokens out, one step at a time. Not thread-safe.
+
+    clock: time.monotonic(), or a test's own; deadlines are on it.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: StepRunner,
+        *,
+        decoder: Decoder | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.runner = runner
+        self._clock = clock
+        full = PagePool(runner.num_pages, config.page_size)
+        if full.num_tokens < 2:
+            raise InvalidConfig(
+                f"num_pages ({runner.num_pages}) of page_size {config.page_size} hold "
+                f"{full.num_tokens} tokens: a prompt and its answer need at least 2"
+            )
+        self.scheduler = Scheduler(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            full=full,
+            window=PagePool(runner.num_window_pages, config.page_size),
+            sliding_window=runner.model_config.sliding_window,
+            max_num_tokens=min(runner.max_model_len, full.num_tokens),
+            decoder=decoder or PlainDecoder(),
+        )
+        self.failure = ""
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a step failed. A broken engine stays broken: its process should end."""
+        return bool(self.failure)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def prepare(self, request: GenerationRequest) -> Sequence:
+        """The request as a sequence, its limits resolved, or InvalidRequest.
+
+        Reads only what never changes, so any thread may call it.
+        """
+        num_tokens = len(request.token_ids)
+        capacity = self.scheduler.full.num_tokens
+        max_model_len = self.runner.max_model_len
+        self._check_vocabulary(request)
+        if num_tokens == 0:
+            raise InvalidRequest("token_ids must hold at least 1 token, got none")
+        if num_tokens >= max_model_len:
+            raise InvalidRequest(
+                f"token_ids must hold at most {max_model_len - 1} tokens, so that max_model_len "
+                f"({max_model_len}) leaves one to generate, got {num_tokens}"
+            )
+        if num_tokens >= capacity:
+            raise InvalidRequest(
+                f"token_ids must hold at most {capacity - 1} tokens, so that the KV cache "
+                f"({capacity} tokens) can ever hold them and one generated, got {num_tokens}"
+            )
+        left = self.scheduler.max_num_tokens - num_tokens
+        arrival_time = self._clock()
+        if request.deadline is None:
+            deadline = arrival_time + self.config.default_timeout_seconds
+            request = replace(request, deadline=deadline)
+        seed = request.sampling.seed
+        return Sequence.from_request(
+            request,
+            seed=secrets.randbits(64) if seed is None else seed,
+            max_tokens=min(
+                left, request.sampling.max_tokens or self.config.default_max_tokens or left
+            ),
+            eos_token_ids=self.runner.model_config.eos_token_ids,
+            arrival_time=arrival_time,
+        )
+
+    def add(self, request: GenerationRequest) -> None:
+        """Admit a request. InvalidRequest: it can never run. Unavailable: the engine is broken."""
+        self.admit(self.prepare(request))
+
+    def admit(self, sequence: Sequence) -> None:
+        """Queue a prepared sequence."""
+        if self.is_broken:
+            raise Unavailable(self.failure)
+        if sequence.generation_id in self.scheduler:
+            raise InvalidRequest(_duplicate(sequence.generation_id))
+        self.scheduler.add(sequence)
+        log.info(
+            "generation %s admitted: %d prompt tokens, at most %d to generate",
+            sequence.generation_id,
+            sequence.num_prompt_tokens,
+            sequence.max_tokens,
+        )
+
+    def abort(self, generation_id: str, error: str = "") -> TokenChunk | None:
+        """End a generation now. Its final chunk, or None if it is not open any more."""
+        return self.scheduler.abort(generation_id, error)
+
+    def abort_all(self, error: str) -> list[TokenChunk]:
+        """End every open generation now."""
+        return self.scheduler.finish_all("abort", error)
+
+    def step(self) -> list[TokenChunk]:
+        """One forward pass and what came of it. After a failure: everybody's final chunk."""
+        expired = self.scheduler.expire(self._clock())
+        if not self.scheduler.has_work:
+            return expired
+        try:
+            step = self.scheduler.schedule()
+            output = self.runner.run(step)
+            return expired + self.scheduler.update(step, output)
+        except Exception as error:
+            log.exception("a step failed: the engine is broken")
+            self.failure = f"the engine failed: {type(error).__name__}: {error}"
+            return expired + self.scheduler.finish_all("error", self.failure)
+
+    def stats(self) -> EngineStats:
+        scheduler = self.scheduler
+        return EngineStats(
+            num_waiting=len(scheduler.waiting),
+            num_waiting_tokens=scheduler.num_waiting_tokens,
+            num_running=len(scheduler.running),
+            num_pages=scheduler.full.num_pages,
+            num_used_pages=scheduler.full.num_used,
+            num_window_pages=scheduler.window.num_pages,
+            num_used_window_pages=scheduler.window.num_used,
+            num_preemptions=scheduler.num_preemptions,
+            num_prompt_tokens=scheduler.num_prompt_tokens,
+            num_generated_tokens=scheduler.num_generated_tokens,
+            num_finished=MappingProxyType(dict(scheduler.num_finished)),
+        )
+
+    def _check_vocabulary(self, request: GenerationRequest) -> None:
+        last = self.runner.model_config.vocab_size - 1
+        for name, token_ids in (
+            ("token_ids", request.token_ids),
+            ("stop_token_ids", request.sampling.stop_token_ids),
+        ):
+            if token_ids and (min(token_ids) < 0 or max(token_ids) > last):
+                at, wrong = next((i, t) for i, t in enumerate(token_ids) if not 0 <= t <= last)
+                raise InvalidRequest(f"{name} must be in [0, {last}], got {wrong} at index {at}")
+
+
+OnChunk = Callable[[TokenChunk], None]
+
+
+class EngineLoop:
+    """A thread that steps an engine while it has work, and sleeps while it has none.
+
+    Each generation gets its chunks in order and exactly one final chunk, whatever happens, all
+    from the loop's thread. Callbacks must only enqueue: everybody's next token waits for them. A
+    generation whose callback raises is aborted and hears no more.
+    Deadlines need no timer: while anything is open the loop steps, and each step looks at them.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        # Guards all below. The engine itself is the loop thread's alone.
+        self._condition = threading.Condition()
+        self._arrivals: list[Sequence] = []
+        self._aborts: dict[str, str] = {}
+        self._open: dict[str, tuple[Sequence, OnChunk]] = {}
+        self._refusal = ""
+        self._is_stopping = False
+        self._stats = engine.stats()
+        self._thread = threading.Thread(target=self._run, name="gptoss-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the engine failed. The server should turn unready and end its process."""
+        return self._engine.is_broken
+
+    @property
+    def stats(self) -> EngineStats:
+        """As of the last step; requests that arrived since count as waiting."""
+        with self._condition:
+            return replace(
+                self._stats,
+                num_waiting=self._stats.num_waiting + len(self._arrivals),
+                num_waiting_tokens=self._stats.num_waiting_tokens
+                + sum(sequence.num_prompt_tokens for sequence in self._arrivals),
+            )
+
+    def submit(self, request: GenerationRequest, on_chunk: OnChunk) -> None:
+        """Admit a request from any thread, or raise InvalidRequest or Unavailable.
+
+        Once this returns, `on_chunk` gets every chunk, the last of them with a finish_reason;
+        the first may come before this returns.
+        """
+        sequence = self._engine.prepare(request)
+        with self._condition:
+            if refusal := self._engine.failure or self._refusal:
+                raise Unavailable(refusal)
+            if sequence.generation_id in self._open:
+                raise InvalidRequest(_duplicate(sequence.generation_id))
+            self._check_queue(sequence)
+            self._arrivals.append(sequence)
+            self._open[sequence.generation_id] = (sequence, on_chunk)
+            self._condition.notify_all()
+
+    def abort(self, generation_id: str, error: str = "") -> None:
+        """End a generation from any thread; nothing happens if it is not open any more."""
+        with self._condition:
+            if generation_id in self._open:
+                self._aborts[generation_id] = error
+                self._condition.notify_all()
+
+    def drain(self, timeout: float) -> bool:
+        """Refuse new requests and let the open ones end; abort what is left after `timeout` s.
+
+        Returns when every final chunk is delivered: whether all of them ended by themselves.
+        """
+        with self._condition:
+            self._refusal = self._refusal or "the engine is draining: it takes no new requests"
+            if self._condition.wait_for(lambda: not self._open, timeout):
+                return True
+            error = f"the engine is shutting down and waited {timeout:g} s for this generation"
+            self._aborts.update(dict.fromkeys(self._open, error))
+            self._condition.notify_all()
+            self._condition.wait_for(lambda: not self._open)
+            return False
+
+    def stop(self) -> None:
+        """Abort what is open and end the thread, after the step that is running."""
+        with self._condition:
+            self._refusal = self._refusal or "the engine is stopped"
+            self._is_stopping = True
+            self._condition.notify_all()
+        self._thread.join()
+
+    def _check_queue(self, sequence: Sequence) -> None:
+        """The admission limits. A request that finds a free place among the running waits for
+        nothing but the step's end, and does not count as waiting."""
+        config, stats = self._engine.config, self.stats
+        num_places = config.max_num_seqs - stats.num_running
+        if stats.num_waiting - num_places >= config.max_waiting_requests:
+            raise Unavailable(
+                f"{stats.num_waiting} requests are waiting, as many as max_waiting_requests "
+                f"({config.max_waiting_requests}) allows: try again later"
+            )
+        num_tokens = stats.num_waiting_tokens + sequence.num_prompt_tokens
+        if stats.num_waiting and num_tokens > config.max_waiting_tokens:
+            raise Unavailable(
+                f"{stats.num_waiting_tokens} tokens are waiting, {sequence.num_prompt_tokens} "
+                f"more would exceed max_waiting_tokens ({config.max_waiting_tokens}): "
+                "try again later"
+            )
+
+    def _run(self) -> None:
+        try:
+            while (aborts := self._take_mail()) is not None:
+                chunks = [self._engine.abort(id_, error) for id_, error in aborts.items()]
+                self._deliver([chunk for chunk in chunks if chunk is not None])
+                self._deliver(self._engine.step())
+            self._deliver(self._engine.abort_all("the engine is stopped"))
+        except Exception as error:
+            log.exception("the engine loop failed")
+            self._engine.failure = f"the engine loop failed: {type(error).__name__}: {error}"
+        finally:
+            self._close()
+
+    def _take_mail(self) -> dict[str, str] | None:
+        """Wait for something to do; admit what arrived. What to abort, or None when it is over."""
+        with self._condition:
+            self._condition.wait_for(self._has_something_to_do)
+            if self._is_stopping or self._engine.is_broken:
+                return None
+            for sequence in self._arrivals:
+                self._engine.admit(sequence)
+            self._arrivals.clear()
+            self._stats = self._engine.stats()
+            aborts, self._aborts = self._aborts, {}
+            return aborts
+
+    def _has_something_to_do(self) -> bool:
+        engine = self._engine
+        has_mail = bool(self._arrivals or self._aborts)
+        return has_mail or engine.has_work or engine.is_broken or self._is_stopping
+
+    def _deliver(self, chunks: list[TokenChunk]) -> None:
+        done: list[str] = []
+        for chunk in chunks:
+            with self._condition:
+                _, on_chunk = self._open[chunk.generation_id]
+            if chunk.finish_reason:
+                done.append(chunk.generation_id)
+            try:
+                on_chunk(chunk)
+            except Exception:
+                log.exception("generation %s: its callback failed", chunk.generation_id)
+                self._engine.abort(chunk.generation_id)
+                done.append(chunk.generation_id)
+        with self._condition:
+            # Only now, so that a drained loop has delivered all.
+            for generation_id in done:
+                self._open.pop(generation_id, None)
+                self._aborts.pop(generation_id, None)
+            self._stats = self._engine.stats()
+            self._condition.notify_all()
+
+    def _close(self) -> None:
+        """The last word to whoever has none yet: those who arrived too late for any step."""
+        with self._condition:
+            self._refusal = self._engine.failure or self._refusal or "the engine is stopped"
+            left = [sequence for sequence, _ in self._open.values()]
+            self._arrivals.clear()
+        self._deliver(
+            [
+                TokenChunk(
+                    generation_id=sequence.generation_id,
+                    finish_reason="error" if self._engine.is_broken else "abort",
+                    error=self._refusal,
+                    num_prompt_tokens=sequence.num_prompt_tokens,
+                )
+                for sequence in left
+            ]
+        )
+
+
+def load_engine_loop(config: EngineConfig) -> EngineLoop:
+    """The whole engine for a configuration: weights loaded, cache allocated, thread running."""
+    from gptoss_engine.runner import load_runner
+
+    return EngineLoop(Engine(config, load_runner(config)))
+
+
+def _duplicate(generation_id: str) -> str:
+    return f"generation_id must be unique, got {generation_id!r}, which is still open"

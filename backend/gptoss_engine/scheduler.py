@@ -1,0 +1,280 @@
+"""Who computes what in the next step, who waits, and who ends: the whole policy of the engine.
+
+First come, first served: `running` and then `waiting` are always in order of arrival. A sequence
+joins the running ones from the head of the queue; when pages run out the last one goes back to it,
+and recomputes later. So the oldest sequence never loses a page and advances in every step, which
+is why every sequence ends.
+"""
+
+import heapq
+import logging
+from collections import Counter, deque
+
+from gptoss_engine.config import InvalidConfig
+from gptoss_engine.decoding import Decoder
+from gptoss_engine.page_pool import PagePool
+from gptoss_engine.sequence import ScheduledItem, ScheduledStep, Sequence, Status, StepOutput
+from gptoss_engine.types import FinishReason, TokenChunk, TokenLogprob
+
+log = logging.getLogger(__name__)
+
+
+class Scheduler:
+    """The queue of waiting sequences, the running ones, and their pages in both page groups.
+
+    full, window: the pools of the layers that see everything and of those that see a window.
+    sliding_window: a query at position i of a window layer sees keys i - sliding_window + 1 … i.
+    max_num_tokens: of one sequence, prompt and answer together; the full pool holds as many.
+    Not thread-safe: one caller, which runs the scheduled step before it schedules another.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        full: PagePool,
+        window: PagePool,
+        sliding_window: int,
+        max_num_tokens: int,
+        decoder: Decoder,
+    ) -> None:
+        assert max_num_seqs <= max_num_batched_tokens
+        assert max_num_tokens <= full.num_tokens
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.full = full
+        self.window = window
+        self.sliding_window = sliding_window
+        self.decoder = decoder
+        self.max_num_tokens = max_num_tokens
+        # However a window lies, it touches no more pages than this.
+        self.max_window_pages = min(
+            (sliding_window - 2) // window.page_size + 2, window.pages_for(max_num_tokens)
+        )
+        if window.num_pages < self.max_window_pages:
+            raise InvalidConfig(
+                f"num_window_pages must be at least {self.max_window_pages}, the pages that one "
+                f"window of {sliding_window} tokens can touch, got {window.num_pages}"
+            )
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.num_waiting_tokens = 0
+        self.num_preemptions = 0
+        self.num_prompt_tokens = 0
+        self.num_generated_tokens = 0
+        self.num_finished: Counter[FinishReason] = Counter()
+        self._open: dict[str, Sequence] = {}
+        self._deadlines: list[tuple[float, str]] = []
+
+    def __contains__(self, generation_id: str) -> bool:
+        """Whether the generation is waiting or running."""
+        return generation_id in self._open
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._open)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence."""
+        assert sequence.generation_id not in self._open
+        assert sequence.num_prompt_tokens + sequence.max_tokens <= self.max_num_tokens
+        self._open[sequence.generation_id] = sequence
+        self.waiting.append(sequence)
+        self.num_waiting_tokens += len(sequence.token_ids)
+        if sequence.deadline is not None:
+            heapq.heappush(self._deadlines, (sequence.deadline, sequence.generation_id))
+
+    def schedule(self) -> ScheduledStep:
+        """Choose the next step and give its tokens their pages.
+
+        One token of the budget belongs to each running sequence, so that no prefill holds up a
+        decode. What is spare goes to the running ones in order of arrival, then to new ones. Where
+        pages are short a prefill chunk shrinks; where not even one token has a page, the youngest
+        sequences are preempted. A new sequence needs room for all of its tokens and must leave
+        every running one a page to grow by: else it would be preempted before it gained anything.
+        """
+        items: list[ScheduledItem] = []
+        preempted: list[Sequence] = []
+        spare = self.max_num_batched_tokens - len(self.running)
+        for sequence in self.running:  # Only its tail, beyond `sequence`, is cut while we go.
+            while self._room(sequence) == 0 and self.running[-1] is not sequence:
+                preempted.append(self._preempt_last())
+            # The youngest may find no page. It keeps its own and waits for an older one to end.
+            if self._room(sequence) > 0:
+                items.append(self._take(sequence, spare + 1))
+                spare -= items[-1].num_slots - 1
+
+        while self.waiting and spare > 0 and not preempted and self._can_start(self.waiting[0]):
+            sequence = self._start_first()
+            items.append(self._take(sequence, spare))
+            spare -= items[-1].num_slots
+
+        assert items or not self._open, "the oldest sequence must advance"
+        items.sort(key=lambda item: item.sequence.num_uncomputed_tokens > 1)
+        return ScheduledStep(tuple(items), tuple(preempted))
+
+    def update(self, step: ScheduledStep, output: StepOutput) -> list[TokenChunk]:
+        """Append what the step sampled, end what is complete, give back what no query can see."""
+        chunks: list[TokenChunk] = []
+        for item, sampled, logprobs in zip(
+            step.items, output.token_ids, output.logprobs, strict=True
+        ):
+            sequence = item.sequence
+            assert sequence.status is Status.RUNNING
+            if not item.is_sampled:
+                sequence.num_computed_tokens += item.num_tokens
+            else:
+                accepted = self.decoder.accept(item.draft_token_ids, sampled)
+                chunks.append(self._append(sequence, accepted, logprobs))
+            if sequence.status is Status.RUNNING:
+                self.window.give_back_below(
+                    sequence.page_tables.window,
+                    sequence.num_computed_tokens - self.sliding_window + 1,
+                    sequence.generation_id,
+                )
+        return chunks
+
+    def abort(self, generation_id: str, error: str = "") -> TokenChunk | None:
+        """End a generation wherever it is; None if it is not open (it may have just ended)."""
+        sequence = self._open.get(generation_id)
+        return None if sequence is None else self._finish(sequence, "abort", error=error)
+
+    def expire(self, now: float) -> list[TokenChunk]:
+        """Abort every generation whose deadline is not after `now`."""
+        chunks: list[TokenChunk] = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            deadline, generation_id = heapq.heappop(self._deadlines)
+            sequence = self._open.get(generation_id)
+            if sequence is not None and sequence.deadline == deadline:
+                seconds = deadline - sequence.arrival_time
+                error = f"the deadline, {seconds:.3f} s after the request's arrival, has passed"
+                chunks.append(self._finish(sequence, "abort", error=error))
+        return chunks
+
+    def finish_all(self, reason: FinishReason, error: str) -> list[TokenChunk]:
+        """End every open generation for the same reason."""
+        return [self._finish(sequence, reason, error=error) for sequence in [*self._open.values()]]
+
+    def _room(self, sequence: Sequence) -> int:
+        """How many tokens after the computed ones have a page or could get one."""
+        tables = sequence.page_tables
+        reach = min(self.full.reach(tables.full), self.window.reach(tables.window))
+        return reach - sequence.num_computed_tokens
+
+    def _take(self, sequence: Sequence, budget: int) -> ScheduledItem:
+        """As many of the sequence's next tokens as budget and pages allow, given their pages."""
+        limit = min(budget, self._room(sequence))
+        num_tokens = min(limit, sequence.num_uncomputed_tokens)
+        draft: tuple[int, ...] = ()
+        if num_tokens == sequence.num_uncomputed_tokens:
+            useful = sequence.max_tokens - sequence.num_output_tokens - 1
+            draft = self.decoder.propose(sequence)[: min(limit - num_tokens, useful)]
+        item = ScheduledItem(sequence, num_tokens, draft)
+        end = sequence.num_computed_tokens + item.num_slots
+        self.full.extend(sequence.page_tables.full, end, sequence.generation_id)
+        self.window.extend(sequence.page_tables.window, end, sequence.generation_id)
+        return item
+
+    def _can_start(self, sequence: Sequence) -> bool:
+        num_tokens = len(sequence.token_ids)
+        num_window_pages = min(self.window.pages_for(num_tokens), self.max_window_pages)
+        return (
+            len(self.running) < self.max_num_seqs
+            and self.full.pages_for(num_tokens) + len(self.running) <= self.full.num_free
+            and num_window_pages + len(self.running) <= self.window.num_free
+        )
+
+    def _start_first(self) -> Sequence:
+        sequence = self.waiting.popleft()
+        self.num_waiting_tokens -= len(sequence.token_ids)
+        sequence.status = Status.RUNNING
+        self.running.append(sequence)
+        return sequence
+
+    def _preempt_last(self) -> Sequence:
+        sequence = self.running.pop()
+        self._give_back_pages(sequence)
+        sequence.num_computed_tokens = 0
+        sequence.status = Status.WAITING
+        self.waiting.appendleft(sequence)
+        self.num_waiting_tokens += len(sequence.token_ids)
+        self.num_preemptions += 1
+        log.info("generation %s preempted", sequence.generation_id)
+        return sequence
+
+    def _append(
+        self, sequence: Sequence, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]
+    ) -> TokenChunk:
+        """The sequence with its new tokens, up to the one that ends it, and their chunk."""
+        if sequence.num_output_tokens == 0:
+            self.num_prompt_tokens += sequence.num_prompt_tokens
+        reason: FinishReason | None = None
+        num_appended = 0
+        for token_id in token_ids:
+            sequence.token_ids.append(token_id)
+            num_appended += 1
+            if token_id in sequence.stop_token_ids:
+                reason = "stop"
+            elif sequence.num_output_tokens == sequence.max_tokens:
+                reason = "length"
+            if reason:
+                break
+        # All but the last were inputs of this step, or accepted guesses that were.
+        sequence.num_computed_tokens = len(sequence.token_ids) - 1
+        self.num_generated_tokens += num_appended
+        token_ids, logprobs = token_ids[:num_appended], logprobs[:num_appended]
+        if reason:
+            return self._finish(sequence, reason, token_ids=token_ids, logprobs=logprobs)
+        return _chunk(sequence, token_ids=token_ids, logprobs=logprobs)
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        *,
+        error: str = "",
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprob, ...] = (),
+    ) -> TokenChunk:
+        """The only way out of the scheduler, so that pages and counts are right on every way."""
+        del self._open[sequence.generation_id]
+        if sequence.status is Status.RUNNING:
+            self.running.remove(sequence)
+        else:
+            self.waiting.remove(sequence)
+            self.num_waiting_tokens -= len(sequence.token_ids)
+        self._give_back_pages(sequence)
+        sequence.status = Status.FINISHED
+        self.num_finished[reason] += 1
+        log.info(
+            "generation %s finished: %s, %d tokens%s",
+            sequence.generation_id,
+            reason,
+            sequence.num_output_tokens,
+            f", {error}" if error else "",
+        )
+        return _chunk(sequence, reason=reason, error=error, token_ids=token_ids, logprobs=logprobs)
+
+    def _give_back_pages(self, sequence: Sequence) -> None:
+        self.full.give_back_all(sequence.page_tables.full, sequence.generation_id)
+        self.window.give_back_all(sequence.page_tables.window, sequence.generation_id)
+
+
+def _chunk(
+    sequence: Sequence,
+    *,
+    token_ids: tuple[int, ...],
+    logprobs: tuple[TokenLogprob, ...],
+    reason: FinishReason | None = None,
+    error: str = "",
+) -> TokenChunk:
+    return TokenChunk(
+        generation_id=sequence.generation_id,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        finish_reason=reason,
+        error=error,
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        num_cached_tokens=sequence.num_cached_tokens,
+    )
