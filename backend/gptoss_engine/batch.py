@@ -1,0 +1,170 @@
+"""ScheduledStep -> Batch: what one forward pass reads, flat over all sequences."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gptoss_engine.sequence import ScheduledItem, ScheduledStep, Sequence
+
+GREEDY_TEMPERATURE = 1e-5  # below it logits / temperature overflows, and the largest wins anyway
+
+
+@dataclass(frozen=True, slots=True)
+class PageGroup:
+    """page_tables [B, P] int32, by position // page_size, -1 for no page; slot_mapping [T] int64:
+    where the step's own tokens go, page * page_size + offset."""
+
+    page_tables: Tensor
+    slot_mapping: Tensor
+
+    @classmethod
+    def build(
+        cls,
+        tables: list[list[int]],
+        positions: list[range],
+        page_size: int,
+        device: torch.device,
+    ) -> "PageGroup":
+        padded = np.full((len(tables), max(map(len, tables), default=0)), -1, dtype=np.int32)
+        slots = []
+        for row, (table, new) in enumerate(zip(tables, positions, strict=True)):
+            padded[row, : len(table)] = table
+            position = np.arange(new.start, new.stop)
+            slots.append(padded[row, position // page_size] * page_size + position % page_size)
+        slot_mapping = np.concatenate(slots).astype(np.int64)
+        assert slot_mapping.min() >= 0, "a token has no page to be stored in"
+        return cls(_tensor(padded, device), _tensor(slot_mapping, device))
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the rows of logits become tokens: the R random_rows are drawn, the others are greedy.
+
+    temperature, top_p, min_p, uniforms [R] fp64, top_k [R] int64: as ops.sample takes them, None
+    where no row cuts. masked_rows, masked_ids [M]: entries of the logits that must not be chosen
+    yet. num_logprobs: for each of the S rows None, or how many of the most likely to report.
+    """
+
+    random_rows: Tensor
+    temperature: Tensor
+    top_k: Tensor | None
+    top_p: Tensor | None
+    min_p: Tensor | None
+    uniforms: Tensor
+    masked_rows: Tensor
+    masked_ids: Tensor
+    num_logprobs: tuple[int | None, ...]
+
+    @classmethod
+    def build(cls, sequences: list[Sequence], vocab_size: int, device: torch.device) -> "Sampling":
+        random = [
+            (row, sequence)
+            for row, sequence in enumerate(sequences)
+            if sequence.sampling.temperature >= GREEDY_TEMPERATURE
+        ]
+        params = [sequence.sampling for _, sequence in random]
+        masked = [
+            (row, token_id)
+            for row, sequence in enumerate(sequences)
+            if sequence.num_output_tokens < sequence.sampling.min_tokens
+            for token_id in sequence.stop_token_ids
+            if token_id < vocab_size
+        ]
+
+        def numbers(values: Iterable[float]) -> Tensor:
+            return torch.tensor(list(values), dtype=torch.float64, device=device)
+
+        def integers(values: Iterable[int]) -> Tensor:
+            return torch.tensor(list(values), dtype=torch.int64, device=device)
+
+        top_k = [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params]
+        return cls(
+            random_rows=integers(row for row, _ in random),
+            temperature=numbers(p.temperature for p in params),
+            top_k=integers(top_k) if any(k < vocab_size for k in top_k) else None,
+            top_p=numbers(p.top_p for p in params) if any(p.top_p < 1 for p in params) else None,
+            min_p=numbers(p.min_p for p in params) if any(p.min_p > 0 for p in params) else None,
+            uniforms=numbers(uniform(s.seed, s.num_output_tokens) for _, s in random),
+            masked_rows=integers(row for row, _ in masked),
+            masked_ids=integers(token_id for _, token_id in masked),
+            num_logprobs=tuple(sequence.sampling.logprobs for sequence in sequences),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's tokens, sequence after sequence.
+
+    input_ids, positions [T] int64; query_start [B + 1] int32: where each sequence's rows begin;
+    seq_lens [B] int32: tokens in the cache once the step is done; sample_rows [S] int64: the rows
+    whose next token is due, in order; full, window: the two page groups.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    query_start: Tensor
+    seq_lens: Tensor
+    sample_rows: Tensor
+    sampling: Sampling
+    full: PageGroup
+    window: PageGroup
+
+    @classmethod
+    def build(
+        cls, step: ScheduledStep, *, page_size: int, vocab_size: int, device: torch.device
+    ) -> "Batch":
+        """step has at least one item, and every item at least one token."""
+        assert step.items
+        assert all(item.num_tokens > 0 for item in step.items)
+        positions = [_positions(item) for item in step.items]
+        query_start = np.cumsum([0, *map(len, positions)], dtype=np.int32)
+        input_ids = [
+            token_id
+            for item, new in zip(step.items, positions, strict=True)
+            for token_id in item.sequence.token_ids[new.start : new.stop]
+        ]
+        sampled = [row for row, item in enumerate(step.items) if item.is_sampled]
+        tables = [item.sequence.page_tables for item in step.items]
+        return cls(
+            input_ids=_tensor(np.array(input_ids, dtype=np.int64), device),
+            positions=_tensor(
+                np.concatenate([np.arange(p.start, p.stop) for p in positions]), device
+            ),
+            query_start=_tensor(query_start, device),
+            seq_lens=_tensor(np.array([p.stop for p in positions], dtype=np.int32), device),
+            sample_rows=_tensor(query_start[1:][sampled].astype(np.int64) - 1, device),
+            sampling=Sampling.build(
+                [step.items[row].sequence for row in sampled], vocab_size, device
+            ),
+            full=PageGroup.build([t.full for t in tables], positions, page_size, device),
+            window=PageGroup.build([t.window for t in tables], positions, page_size, device),
+        )
+
+
+def uniform(seed: int, index: int) -> float:
+    """A number in [0, 1) with 53 random bits that depends on (seed, index) and nothing else.
+
+    The index-th output of the SplitMix64 stream (Steele, Lea, Flood 2014) whose state is the mixed
+    seed: so an answer's randomness knows neither its batch, nor its device, nor a preemption.
+    """
+    return (_mix(_mix(seed) + (index + 1) * 0x9E3779B97F4A7C15) >> 11) * 2.0**-53
+
+
+def _mix(state: int) -> int:
+    mask = 2**64 - 1
+    state &= mask
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
+    return state ^ (state >> 31)
+
+
+def _positions(item: ScheduledItem) -> range:
+    first = item.sequence.num_computed_tokens
+    return range(first, first + item.num_tokens)
+
+
+def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(array).to(device)

@@ -1,0 +1,137 @@
+"""What each published layout calls the engine's tensors, and the shapes they have there.
+
+The engine's names are weights.py's fields: "embedding", "norm", "unembedding", and for each layer
+"layers.N.qkv" and so on. Layouts: "huggingface" (MXFP4 experts), "original" (MXFP4 experts,
+OpenAI's names), "dequantised" (Hugging Face's names, bf16 experts stored [E, in, out]).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from gptoss_engine.model_config import ModelConfig
+from gptoss_engine.mxfp4 import BLOCK
+
+Layout = Literal["huggingface", "original", "dequantised"]
+
+_MODEL = {
+    "embedding": ("model.embed_tokens.weight", "embedding.weight"),
+    "norm": ("model.norm.weight", "norm.scale"),
+    "unembedding": ("lm_head.weight", "unembedding.weight"),
+}
+_LAYER = {
+    "attention_norm": ("input_layernorm.weight", "attn.norm.scale"),
+    "qkv": ("self_attn.{q,k,v}_proj.weight", "attn.qkv.weight"),
+    "qkv_bias": ("self_attn.{q,k,v}_proj.bias", "attn.qkv.bias"),
+    "sinks": ("self_attn.sinks", "attn.sinks"),
+    "out": ("self_attn.o_proj.weight", "attn.out.weight"),
+    "out_bias": ("self_attn.o_proj.bias", "attn.out.bias"),
+    "mlp_norm": ("post_attention_layernorm.weight", "mlp.norm.scale"),
+    "router": ("mlp.router.weight", "mlp.gate.weight"),
+    "router_bias": ("mlp.router.bias", "mlp.gate.bias"),
+    "w13": ("mlp.experts.gate_up_proj", "mlp.mlp1_weight"),
+    "w13_bias": ("mlp.experts.gate_up_proj_bias", "mlp.mlp1_bias"),
+    "w2": ("mlp.experts.down_proj", "mlp.mlp2_weight"),
+    "w2_bias": ("mlp.experts.down_proj_bias", "mlp.mlp2_bias"),
+}
+_NORMS = ("norm", "attention_norm", "mlp_norm")
+_EXPERTS = ("w13", "w13_bias", "w2", "w2_bias")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where one of the engine's tensors, of this shape, lies: file tensors by name, and how.
+
+    rows: they follow each other along dimension 0. mxfp4: blocks, then scales. transposed: one,
+    with the last two dimensions exchanged. dtypes: safetensors' names of what is accepted.
+    """
+
+    shape: tuple[int, ...]
+    kind: Literal["rows", "mxfp4", "transposed"]
+    parts: dict[str, tuple[int, ...]]
+    dtypes: tuple[str, ...]
+
+
+def detect(names: Iterable[str]) -> Layout:
+    """The layout that file tensors of these names are in."""
+    names = list(names)
+    if any(name.startswith("block.") for name in names):
+        return "original"
+    is_quantised = any(name.endswith("_proj_blocks") for name in names)
+    return "huggingface" if is_quantised else "dequantised"
+
+
+def sources(config: ModelConfig, layout: Layout) -> dict[str, Source]:
+    """Every tensor of the model by the engine's name."""
+    column = 1 if layout == "original" else 0
+    prefix = "block" if layout == "original" else "model.layers"
+    shapes = tensor_shapes(config)
+    found = {}
+    for name, names in _MODEL.items():
+        found[name] = _source(name, names[column], shapes[name], config, layout)
+    for layer in range(config.num_layers):
+        for name, names in _LAYER.items():
+            file_name = f"{prefix}.{layer}.{names[column]}"
+            found[f"layers.{layer}.{name}"] = _source(name, file_name, shapes[name], config, layout)
+    return found
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Of the engine's tensors, a layer's once for all layers. w13 interleaves gate and up rows."""
+    H, I, E = config.hidden_size, config.intermediate_size, config.num_experts  # noqa: E741
+    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    attended = config.num_heads * config.head_dim
+    return {
+        "embedding": (config.vocab_size, H),
+        "norm": (H,),
+        "unembedding": (config.vocab_size, H),
+        "attention_norm": (H,),
+        "qkv": (heads, H),
+        "qkv_bias": (heads,),
+        "sinks": (config.num_heads,),
+        "out": (H, attended),
+        "out_bias": (H,),
+        "mlp_norm": (H,),
+        "router": (E, H),
+        "router_bias": (E,),
+        "w13": (E, 2 * I, H),
+        "w13_bias": (E, 2 * I),
+        "w2": (E, H, I),
+        "w2_bias": (E, H),
+    }
+
+
+def count_parameters(config: ModelConfig) -> tuple[int, int]:
+    """(all, active): what one token multiplies with is all but the experts that it does not choose
+    and the embedding, of which it reads one row."""
+    sizes = {name: prod(shape) for name, shape in tensor_shapes(config).items()}
+    layer = sum(sizes[name] for name in _LAYER)
+    expert = sum(sizes[name] for name in _EXPERTS) // config.num_experts
+    total = sum(sizes[name] for name in _MODEL) + config.num_layers * layer
+    idle = config.num_layers * (config.num_experts - config.experts_per_token) * expert
+    return total, total - idle - sizes["embedding"]
+
+
+def _source(
+    name: str, file_name: str, shape: tuple[int, ...], config: ModelConfig, layout: Layout
+) -> Source:
+    dtypes = ("BF16", "F32") if name in _NORMS else ("BF16",)
+    if "{q,k,v}" in file_name:
+        heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
+        parts = {
+            file_name.replace("{q,k,v}", letter): (count * config.head_dim, *shape[1:])
+            for letter, count in heads.items()
+        }
+        return Source(shape, "rows", parts, dtypes)
+    if name not in ("w13", "w2"):
+        return Source(shape, "rows", {file_name: shape}, dtypes)
+    if layout == "dequantised":
+        return Source(shape, "transposed", {file_name: (shape[0], shape[2], shape[1])}, dtypes)
+    separator = "." if layout == "original" else "_"
+    scales = (*shape[:2], shape[2] // BLOCK)
+    parts = {
+        f"{file_name}{separator}blocks": (*scales, BLOCK // 2),
+        f"{file_name}{separator}scales": scales,
+    }
+    return Source(shape, "mxfp4", parts, ("U8",))

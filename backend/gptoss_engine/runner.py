@@ -1,0 +1,166 @@
+"""One step: ScheduledStep -> Batch -> forward pass -> sampled tokens on the host."""
+
+import logging
+import time
+from pathlib import Path
+
+import torch
+from gptoss_kernels import ops as operators
+from torch import Tensor
+
+from gptoss_engine.batch import Batch, Sampling
+from gptoss_engine.checkpoint import Checkpoint
+from gptoss_engine.config import EngineConfig, InvalidConfig
+from gptoss_engine.kv_cache import KVCache, PageCounts, max_model_len
+from gptoss_engine.model import GptOss
+from gptoss_engine.model_config import ModelConfig
+from gptoss_engine.sequence import ScheduledStep, StepOutput
+from gptoss_engine.types import TokenLogprob
+from gptoss_engine.weights import Weights
+
+logger = logging.getLogger(__name__)
+
+
+class Runner:
+    """Owns weights and KV pages; knows no queue and no client.
+
+    num_pages, num_window_pages: what the page pools of the two groups may hand out.
+    max_model_len: tokens of prompt and answer together.
+    """
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        weights: Weights,
+        config: EngineConfig,
+        num_pages: int,
+        num_window_pages: int,
+    ) -> None:
+        self.model_config = model_config
+        self.num_pages = num_pages
+        self.num_window_pages = num_window_pages
+        self.max_model_len = max_model_len(config, model_config)
+        self._page_size = config.page_size
+        self._device = weights.embedding.device
+        self._ops = operators.load(config.attention)
+        rope = model_config.rope
+        rope_table = self._ops.rope_table(
+            self.max_model_len,
+            model_config.head_dim,
+            theta=rope.theta,
+            factor=rope.factor,
+            beta_fast=rope.beta_fast,
+            beta_slow=rope.beta_slow,
+            original_context=rope.original_context,
+        )
+        self._model = GptOss(model_config, weights, rope_table.to(self._device))
+        self._cache = KVCache.allocate(
+            model_config,
+            page_size=config.page_size,
+            num_pages=num_pages,
+            num_window_pages=num_window_pages,
+            dtype=weights.embedding.dtype,
+            device=self._device,
+        )
+
+    @torch.inference_mode()
+    def run(self, step: ScheduledStep) -> StepOutput:
+        """Computes the step's tokens; one entry an item, () where no token was due."""
+        batch = Batch.build(
+            step,
+            page_size=self._page_size,
+            vocab_size=self.model_config.vocab_size,
+            device=self._device,
+        )
+        hidden = self._model.forward(batch, self._cache, self._ops)
+        logits = self._model.logits(hidden, batch.sample_rows, self._ops)
+        token_ids, logprobs = self._sample(logits, batch.sampling)
+        sampled = iter(zip(token_ids, logprobs, strict=True))
+        entries = [next(sampled) if item.is_sampled else None for item in step.items]
+        return StepOutput(
+            token_ids=tuple((entry[0],) if entry else () for entry in entries),
+            logprobs=tuple((entry[1],) if entry and entry[1] else () for entry in entries),
+        )
+
+    def _sample(
+        self, logits: Tensor, sampling: Sampling
+    ) -> tuple[list[int], list[TokenLogprob | None]]:
+        # Log-probabilities are of what the model said, before anything is masked.
+        raw = logits
+        if len(sampling.masked_rows):
+            logits = logits.index_put(
+                (sampling.masked_rows, sampling.masked_ids), logits.new_tensor(float("-inf"))
+            )
+        rows = sampling.random_rows
+        token_ids = self._ops.greedy(logits) if len(rows) < len(logits) else rows.clone()
+        if len(rows):
+            token_ids[rows] = self._ops.sample(
+                logits if len(rows) == len(logits) else logits[rows],
+                sampling.temperature,
+                sampling.top_k,
+                sampling.top_p,
+                sampling.min_p,
+                sampling.uniforms,
+            )
+        return token_ids.tolist(), self._logprobs(raw, token_ids, sampling.num_logprobs)
+
+    def _logprobs(
+        self, logits: Tensor, token_ids: Tensor, num_logprobs: tuple[int | None, ...]
+    ) -> list[TokenLogprob | None]:
+        entries: list[TokenLogprob | None] = [None] * len(num_logprobs)
+        wanted = [(row, count) for row, count in enumerate(num_logprobs) if count is not None]
+        if not wanted:
+            return entries
+        rows = torch.tensor([row for row, _ in wanted], device=logits.device)
+        most = min(max(count for _, count in wanted), logits.shape[1])
+        chosen, top_ids, top = self._ops.logprobs(logits[rows], token_ids[rows], most)
+        for (row, count), logprob, ids, values in zip(
+            wanted, chosen.tolist(), top_ids.tolist(), top.tolist(), strict=True
+        ):
+            entries[row] = TokenLogprob(
+                logprob, tuple(zip(ids[:count], values[:count], strict=True))
+            )
+        return entries
+
+
+def load_runner(config: EngineConfig) -> Runner:
+    """The model that the configuration names, its weights loaded and its pages allocated.
+
+    Raises InvalidCheckpoint or InvalidConfig, with a sentence, when they do not fit together.
+    """
+    started = time.monotonic()
+    device = _device(config)
+    dtype = _dtype(config, device)
+    folder = checkpoint_folder(config.model)
+    checkpoint = Checkpoint(folder)
+    pages = PageCounts.derive(config, checkpoint.config, dtype)
+    weights = Weights.load(checkpoint, dtype, device)
+    runner = Runner(checkpoint.config, weights, config, pages.full, pages.window)
+    logger.info(
+        "loaded %s on %s as %s in %.1f s: %d pages for full layers, %d for window layers",
+        *(folder, device, str(dtype).removeprefix("torch."), time.monotonic() - started),
+        *(pages.full, pages.window),
+    )
+    return runner
+
+
+def checkpoint_folder(model: str) -> Path:
+    """Where a configuration's `model` lies; "demo" is expanded from the package on first use."""
+    if model == "demo":
+        from gptoss_engine import demo  # the demo's vocabulary is heavy: only who asks pays
+
+        return demo.checkpoint_folder()
+    return Path(model)
+
+
+def _device(config: EngineConfig) -> torch.device:
+    available = torch.cuda.is_available()
+    if config.device == "cuda" and not available:
+        raise InvalidConfig("device must be auto or cpu here, got cuda: no CUDA device was found")
+    return torch.device("cuda" if config.device != "cpu" and available else "cpu")
+
+
+def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
+    if config.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]

@@ -1,0 +1,107 @@
+"""The operators of the model by name. The engine asks `load` for a set and imports nothing else.
+
+Every implementation has the names, signatures, shapes and dtypes of reference.py, which is the
+executable specification. Words for shapes: T tokens, B sequences, S sampled rows, H hidden, N query
+heads, KV key-value heads, D head_dim, E experts, K experts per token, I expert intermediate,
+P pages, V vocabulary.
+"""
+
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from gptoss_kernels import reference
+
+__all__ = ["Operators", "load"]
+
+
+class Operators(Protocol):
+    """What a forward pass and a sampling step are made of. reference.py has the formulas."""
+
+    def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor: ...
+
+    def rms_norm(
+        self, hidden: Tensor, weight: Tensor, eps: float, update: Tensor | None = None
+    ) -> Tensor: ...
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
+
+    def rope_table(
+        self,
+        num_positions: int,
+        head_dim: int,
+        *,
+        theta: float,
+        factor: float,
+        beta_fast: float,
+        beta_slow: float,
+        original_context: int,
+    ) -> Tensor: ...
+
+    def rope_and_cache_write(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        rope_table: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> Tensor: ...
+
+    def attention(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        sinks: Tensor,
+        query_start: Tensor,
+        seq_lens: Tensor,
+        page_tables: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> Tensor: ...
+
+    def route(
+        self, x: Tensor, weight: Tensor, bias: Tensor, num_chosen: int
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def experts(
+        self,
+        x: Tensor,
+        chosen: Tensor,
+        chosen_weights: Tensor,
+        w13: Tensor,
+        w13_bias: Tensor,
+        w2: Tensor,
+        w2_bias: Tensor,
+        *,
+        swiglu_alpha: float,
+        swiglu_limit: float,
+    ) -> Tensor: ...
+
+    def select_rows(self, hidden: Tensor, rows: Tensor) -> Tensor: ...
+
+    def sample(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        top_k: Tensor | None,
+        top_p: Tensor | None,
+        min_p: Tensor | None,
+        uniforms: Tensor,
+    ) -> Tensor: ...
+
+    def greedy(self, logits: Tensor) -> Tensor: ...
+
+    def logprobs(
+        self, logits: Tensor, token_ids: Tensor, num_top: int
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+def load(implementation: Literal["reference"]) -> Operators:
+    """The operators of one implementation; "reference" runs anywhere that torch runs."""
+    match implementation:
+        case "reference":
+            return reference
+    raise ValueError(f"unknown operator implementation {implementation!r}")

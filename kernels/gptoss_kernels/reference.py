@@ -1,0 +1,354 @@
+"""The operators in plain PyTorch: the shortest correct form of each, on any device.
+
+Arithmetic is that of OpenAI's published model: tensors in the model's dtype (fp32 or bf16), inner
+sums, softmax, norms and SwiGLU in fp32, rounded once where a tensor is stored. Words for shapes are
+in ops.py. A cache is [pages, page_size, KV, D]; slot = page * page_size + offset.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+QUERY_TILE = 256  # bounds the score matrix of a long prefill: [N, 256, keys]
+NUM_CANDIDATES = 1024  # most top_p sets are smaller; a larger one costs a full sort of its row
+
+
+def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
+    """weight[token_ids]: [T] of [V, H] -> [T, H]"""
+    assert token_ids.ndim == 1
+    assert weight.ndim == 2
+    return weight.index_select(0, token_ids)
+
+
+def rms_norm(hidden: Tensor, weight: Tensor, eps: float, update: Tensor | None = None) -> Tensor:
+    """hidden <- hidden + update, in place;  out = hidden * rsqrt(mean(hidden^2) + eps) * weight
+
+    hidden, update, out [T, H]; weight [H] fp32. Without an update, hidden stays as it is.
+    """
+    assert hidden.ndim == 2
+    assert weight.shape == hidden.shape[1:]
+    assert update is None or (update.shape == hidden.shape and update.dtype == hidden.dtype)
+    if update is not None:
+        hidden += update
+    # The rounded sum is normalised, not the exact one: the next layer adds to what was stored.
+    x = hidden.float()
+    return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight).to(hidden.dtype)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight^T + bias: [T, in], [out, in], [out] -> [T, out]"""
+    assert x.ndim == 2
+    assert weight.ndim == 2
+    assert x.shape[1] == weight.shape[1]
+    assert bias is None or bias.shape == weight.shape[:1]
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def rope_table(
+    num_positions: int,
+    head_dim: int,
+    *,
+    theta: float,
+    factor: float,
+    beta_fast: float,
+    beta_slow: float,
+    original_context: int,
+) -> Tensor:
+    """cos and sin of every position's angles, times YaRN's concentration: [positions, D] fp32.
+
+    The first D/2 columns are cosines, the others sines. Frequencies that turn fewer than beta_slow
+    times within the original context are divided by factor, those above beta_fast are kept, and a
+    linear ramp, whose ends are not rounded, lies between. concentration = 0.1 ln(factor) + 1.
+    """
+    half = head_dim // 2
+    frequency = theta ** (-torch.arange(half, dtype=torch.float32) / half)
+    concentration = 1.0
+    if factor > 1:
+        concentration = 0.1 * math.log(factor) + 1
+        low, high = (
+            half * math.log(original_context / (turns * 2 * math.pi)) / math.log(theta)
+            for turns in (beta_fast, beta_slow)
+        )
+        kept = 1 - ((torch.arange(half) - low) / (high - low)).clamp(0, 1)
+        frequency = frequency * kept + frequency / factor * (1 - kept)
+    angle = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequency
+    return torch.cat((angle.cos(), angle.sin()), dim=-1) * concentration
+
+
+def rope_and_cache_write(
+    qkv: Tensor,
+    positions: Tensor,
+    rope_table: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """Rotates q and k by their positions, stores k and v at their slots; returns q [T, N, D].
+
+    qkv [T, (N + 2 KV) * D] in the order q, k, v; positions [T]; slot_mapping [T].
+    Half-split rotation: (a, b) -> (a cos - b sin, b cos + a sin) for the two halves of a head.
+    """
+    num_tokens = qkv.shape[0]
+    num_kv_heads, head_dim = key_cache.shape[2:]
+    assert positions.shape == slot_mapping.shape == (num_tokens,)
+    assert value_cache.shape == key_cache.shape
+    assert rope_table.shape[1] == head_dim
+    heads = qkv.view(num_tokens, -1, head_dim)
+    rotated, value = heads.split([heads.shape[1] - num_kv_heads, num_kv_heads], dim=1)
+    cos, sin = rope_table.index_select(0, positions).to(qkv.dtype)[:, None].chunk(2, dim=-1)
+    a, b = rotated.chunk(2, dim=-1)
+    rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    query, key = rotated.split([rotated.shape[1] - num_kv_heads, num_kv_heads], dim=1)
+    key_cache.view(-1, num_kv_heads, head_dim)[slot_mapping] = key.to(key_cache.dtype)
+    value_cache.view(-1, num_kv_heads, head_dim)[slot_mapping] = value.to(value_cache.dtype)
+    return query
+
+
+def attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    sinks: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    page_tables: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """out_i = sum_j exp(s_ij - m) v_j / (sum_j exp(s_ij - m) + exp(sink - m)),  s = scale * q.k
+
+    Over the keys j <= i, and j > i - window where there is one; the sink, one logit a query head,
+    is not scaled and has no value. query [T, N, D] -> [T, N * D]; sinks [N].
+    Sequence b owns the query rows query_start[b] : query_start[b + 1], the last of its seq_lens[b]
+    tokens. page_tables [B, P] holds its pages by position // page_size; -1 is a page that was given
+    back, and is never read.
+    """
+    num_tokens, num_heads, head_dim = query.shape
+    num_sequences = seq_lens.shape[0]
+    assert key_cache.shape == value_cache.shape
+    assert key_cache.shape[3] == head_dim
+    assert num_heads % key_cache.shape[2] == 0
+    assert sinks.shape == (num_heads,)
+    assert query_start.shape == (num_sequences + 1,)
+    assert page_tables.ndim == 2
+    assert page_tables.shape[0] == num_sequences
+    assert window is None or window > 0
+
+    out = query.new_empty(num_tokens, num_heads, head_dim)
+    starts, lengths = query_start.tolist(), seq_lens.tolist()
+    decodes = [b for b in range(num_sequences) if starts[b + 1] - starts[b] == 1]
+    # Tiles of equal query length share one padded pass: all decodes, and each piece of a prefill.
+    tiles = [(decodes, [starts[b] for b in decodes], [lengths[b] for b in decodes], 1)]
+    for b in range(num_sequences):
+        num_queries = starts[b + 1] - starts[b]
+        for first in range(0, num_queries if num_queries > 1 else 0, QUERY_TILE):
+            size = min(QUERY_TILE, num_queries - first)
+            length = lengths[b] - num_queries + first + size
+            tiles.append(([b], [starts[b] + first], [length], size))
+    for sequences, rows, tile_lengths, size in tiles:
+        if sequences:
+            index = torch.tensor(rows, device=query.device)[:, None] + torch.arange(
+                size, device=query.device
+            )
+            tile = _attention_tile(
+                query[index],
+                key_cache,
+                value_cache,
+                sinks,
+                torch.tensor(tile_lengths, device=query.device),
+                page_tables[sequences],
+                scale,
+                window,
+            )
+            out[index] = tile.to(out.dtype)
+    return out.view(num_tokens, num_heads * head_dim)
+
+
+def _attention_tile(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    sinks: Tensor,
+    lengths: Tensor,
+    page_tables: Tensor,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """query [B, Q, N, D], the last Q of lengths[b] tokens each -> [B, Q, N, D] fp32."""
+    num_sequences, num_queries, num_heads, head_dim = query.shape
+    page_size, num_kv_heads = key_cache.shape[1:3]
+    first_query = lengths - num_queries
+    first_key = (
+        torch.zeros_like(lengths) if window is None else (first_query - window + 1).clamp(min=0)
+    )
+    first_page = first_key // page_size
+    num_pages = int(((lengths - 1) // page_size - first_page).max()) + 1
+    columns = first_page[:, None] + torch.arange(num_pages, device=query.device)
+    pages = page_tables.gather(1, columns.clamp(max=page_tables.shape[1] - 1).long())
+    keys = (first_page * page_size)[:, None] + torch.arange(
+        num_pages * page_size, device=query.device
+    )
+    held = (keys >= first_key[:, None]) & (keys < lengths[:, None])
+    assert bool((pages.repeat_interleave(page_size, 1)[held] >= 0).all()), "a page was given back"
+
+    def gather(cache: Tensor) -> Tensor:
+        """[B, KV, L, D]; zero where no key is held: a padded page is somebody else's memory."""
+        rows = cache[pages.clamp(min=0)].view(num_sequences, -1, num_kv_heads, head_dim).float()
+        return rows.masked_fill(~held[:, :, None, None], 0).transpose(1, 2)
+
+    positions = first_query[:, None] + torch.arange(num_queries, device=query.device)
+    visible = held[:, None] & (keys[:, None] <= positions[:, :, None])
+    if window is not None:
+        visible &= keys[:, None] > positions[:, :, None] - window
+    # [B, KV, G, Q, L], G query heads to a key-value head
+    grouped = query.float().view(num_sequences, num_queries, num_kv_heads, -1, head_dim)
+    grouped = grouped.permute(0, 2, 3, 1, 4)
+    key, value = gather(key_cache)[:, :, None], gather(value_cache)[:, :, None]
+    scores = (grouped @ key.transpose(-1, -2)) * scale
+    scores = scores.masked_fill(~visible[:, None, None], -math.inf)
+    sink = sinks.float().view(1, num_kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
+    probabilities = torch.softmax(torch.cat((scores, sink), dim=-1), dim=-1)[..., :-1]
+    out = (probabilities @ value).permute(0, 3, 1, 2, 4)
+    return out.reshape(num_sequences, num_queries, num_heads, head_dim)
+
+
+def route(x: Tensor, weight: Tensor, bias: Tensor, num_chosen: int) -> tuple[Tensor, Tensor]:
+    """The experts with the largest logits x @ weight^T + bias, and a softmax over those alone.
+
+    Logits are in x.dtype, where they tie often: the lowest index wins.
+    x [T, H], weight [E, H], bias [E] -> chosen [T, K] int64, weights [T, K] in x.dtype.
+    """
+    logits = linear(x, weight, bias)
+    # torch.topk does not say which of equal values it takes; a stable sort does.
+    values, chosen = logits.sort(dim=-1, descending=True, stable=True)
+    values, chosen = values[:, :num_chosen], chosen[:, :num_chosen]
+    return chosen, torch.softmax(values.float(), dim=-1).to(x.dtype)
+
+
+def swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
+    """gate * sigmoid(alpha * gate) * (up + 1), gate and up interleaved and clamped
+
+    gate = min(x[0::2], limit); up = clamp(x[1::2], -limit, limit). [T, 2 I] -> [T, I]
+    """
+    gate, up = x.float()[..., 0::2].clamp(max=limit), x.float()[..., 1::2].clamp(-limit, limit)
+    return (gate * torch.sigmoid(alpha * gate) * (up + 1)).to(x.dtype)
+
+
+def experts(
+    x: Tensor,
+    chosen: Tensor,
+    chosen_weights: Tensor,
+    w13: Tensor,
+    w13_bias: Tensor,
+    w2: Tensor,
+    w2_bias: Tensor,
+    *,
+    swiglu_alpha: float,
+    swiglu_limit: float,
+) -> Tensor:
+    """sum_k weight_k * (w2 swiglu(w13 x + w13_bias) + w2_bias), over a token's chosen experts
+
+    x [T, H]; chosen, chosen_weights [T, K]; w13 [E, 2 I, H], gate and up rows interleaved;
+    w2 [E, H, I] -> [T, H]. Tokens are grouped by expert: each expert hit is read once.
+    """
+    num_tokens, num_chosen = chosen.shape
+    num_experts, hidden_size, _ = w2.shape
+    assert x.shape == (num_tokens, hidden_size)
+    assert chosen_weights.shape == chosen.shape
+    assert w13.shape == (num_experts, 2 * w2.shape[2], hidden_size)
+    assert w13_bias.shape == w13.shape[:2]
+    assert w2_bias.shape == w2.shape[:2]
+    order = chosen.flatten().argsort(stable=True)
+    counts = torch.bincount(chosen.flatten(), minlength=num_experts).tolist()
+    outputs = x.new_empty(num_tokens * num_chosen, hidden_size)
+    for expert, rows in enumerate(order.split(counts)):
+        if len(rows):
+            inner = linear(x[rows // num_chosen], w13[expert], w13_bias[expert])
+            inner = swiglu(inner, swiglu_alpha, swiglu_limit)
+            outputs[rows] = linear(inner, w2[expert], w2_bias[expert])
+    outputs = outputs.view(num_tokens, num_chosen, hidden_size).float()
+    return (outputs * chosen_weights.float()[:, :, None]).sum(1).to(x.dtype)
+
+
+def select_rows(hidden: Tensor, rows: Tensor) -> Tensor:
+    """hidden[rows]: [T, H], [S] -> [S, H]"""
+    assert hidden.ndim == 2
+    assert rows.ndim == 1
+    return hidden.index_select(0, rows)
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """The most likely token of each row, the lowest id where several are: [S, V] -> [S] int64"""
+    return logits.argmax(dim=-1)
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    uniforms: Tensor,
+) -> Tensor:
+    """The first token, in the order of ids, at which the kept probability exceeds uniform * all.
+
+    p = softmax(logits / temperature) is cut to the top_k most likely tokens, then to the fewest
+    that hold top_p of what is left, then to those of at least min_p times the largest; a token as
+    likely as the last one kept is kept too. logits [S, V]; temperature, top_p, min_p, uniforms [S]
+    fp64, temperature > 0, uniforms in [0, 1); top_k [S] int64, V for all -> [S] int64.
+    """
+    scaled = logits.float() / temperature.float()[:, None]
+    scaled -= scaled.amax(dim=-1, keepdim=True)
+    probabilities = scaled.exp()
+    if top_k is not None or top_p is not None:
+        smallest = _smallest_kept(probabilities, top_k, top_p)
+        probabilities.masked_fill_(probabilities < smallest[:, None], 0)
+    if min_p is not None:
+        probabilities.masked_fill_(probabilities < min_p.float()[:, None], 0)
+    cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
+    target = uniforms[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, target, right=True).squeeze(1)
+
+
+def _smallest_kept(probabilities: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
+    """The least probability that top_k, then top_p, keep in each row: [S, V] -> [S]"""
+    num_rows, vocab_size = probabilities.shape
+    limits = [vocab_size] * num_rows if top_k is None else top_k.tolist()
+    masses = [1.0] * num_rows if top_p is None else top_p.tolist()
+    smallest = probabilities.new_zeros(num_rows)
+    for row, (limit, mass) in enumerate(zip(limits, masses, strict=True)):
+        if limit < vocab_size:
+            kept = probabilities[row].topk(limit).values
+            wanted = mass * kept.sum(dtype=torch.float64)
+        elif mass < 1:
+            kept = probabilities[row].topk(min(NUM_CANDIDATES, vocab_size)).values
+            wanted = mass * probabilities[row].sum(dtype=torch.float64)
+            if kept.sum(dtype=torch.float64) < wanted:
+                kept = probabilities[row].sort(descending=True).values
+        else:
+            continue
+        last = torch.searchsorted(kept.cumsum(0, dtype=torch.float64), wanted)
+        smallest[row] = kept[last.clamp(max=len(kept) - 1)]
+    return smallest
+
+
+def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """log_softmax(logits) of the given tokens [R], and ids and values of the top ones [R, top].
+
+    logits [R, V]; token_ids [R]. The most likely come first; the lower id first where they tie.
+    """
+    num_rows, vocab_size = logits.shape
+    assert token_ids.shape == (num_rows,)
+    assert 0 <= num_top <= vocab_size
+    logits = logits.float()
+    normaliser = logits.logsumexp(dim=-1, keepdim=True)
+    chosen = logits.gather(1, token_ids[:, None]) - normaliser
+    top_ids = token_ids.new_empty(num_rows, num_top)
+    for row in range(num_rows if num_top else 0):
+        least = logits[row].topk(num_top).values[-1]
+        candidates = (logits[row] >= least).nonzero().squeeze(1)
+        order = logits[row][candidates].argsort(descending=True, stable=True)
+        top_ids[row] = candidates[order[:num_top]]
+    return chosen.squeeze(1), top_ids, logits.gather(1, top_ids) - normaliser
