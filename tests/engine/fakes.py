@@ -1,0 +1,204 @@
+"""A runner without a model, whose tokens are read back from its paged cache.
+
+Its next token is a hash of the keys that a query sees, in both page groups, as found in the cache
+through the page tables. So a page that is shared, lost, given back too early or never filled
+shows as a wrong token, and `answer` says without any engine what the right ones are.
+"""
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from zlib import crc32
+
+from gptoss_engine.config import EngineConfig
+from gptoss_engine.engine import Engine
+from gptoss_engine.model_config import ModelConfig, YarnRope
+from gptoss_engine.sequence import ScheduledItem, ScheduledStep, Sequence, StepOutput
+from gptoss_engine.types import GenerationRequest, SamplingParams, TokenLogprob
+
+VOCAB_SIZE = 97
+EOS = 13
+
+
+def model_config(*, sliding_window: int = 4, max_model_len: int = 64) -> ModelConfig:
+    return ModelConfig(
+        num_layers=2,
+        hidden_size=8,
+        intermediate_size=8,
+        num_experts=2,
+        experts_per_token=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=4,
+        vocab_size=VOCAB_SIZE,
+        layer_types=("sliding_attention", "full_attention"),
+        sliding_window=sliding_window,
+        rope=YarnRope(
+            theta=10000.0, factor=1.0, beta_fast=32.0, beta_slow=1.0, original_context=64
+        ),
+        rms_norm_eps=1e-5,
+        swiglu_alpha=1.702,
+        swiglu_limit=7.0,
+        max_model_len=max_model_len,
+        eos_token_ids=frozenset({EOS}),
+    )
+
+
+def next_token(
+    full: list[int],
+    window: list[int],
+    *,
+    seed: int,
+    num_output_tokens: int,
+    sampling: SamplingParams,
+    stop_token_ids: frozenset[int],
+) -> int:
+    """A function of all visible keys; the seed counts unless greedy; min_tokens is honoured."""
+    start = seed % 2**32 if sampling.temperature > 0 else 0
+    token_id = crc32(array("q", [*full, -1, *window]).tobytes(), start) % VOCAB_SIZE
+    while num_output_tokens < sampling.min_tokens and token_id in stop_token_ids:
+        token_id = (token_id + 1) % VOCAB_SIZE
+    return token_id
+
+
+def next_token_of(sequence: Sequence, token_ids: list[int], sliding_window: int) -> int:
+    """What the sequence continues with after `token_ids`, computed without a cache."""
+    return next_token(
+        token_ids,
+        token_ids[-sliding_window:],
+        seed=sequence.seed,
+        num_output_tokens=len(token_ids) - sequence.num_prompt_tokens,
+        sampling=sequence.sampling,
+        stop_token_ids=sequence.stop_token_ids,
+    )
+
+
+def answer(sequence: Sequence, sliding_window: int) -> tuple[tuple[int, ...], str]:
+    """The sequence's whole answer, alone and undisturbed, and its finish reason."""
+    token_ids = list(sequence.token_ids[: sequence.num_prompt_tokens])
+    for _ in range(sequence.max_tokens):
+        token_ids.append(next_token_of(sequence, token_ids, sliding_window))
+        if token_ids[-1] in sequence.stop_token_ids:
+            return tuple(token_ids[sequence.num_prompt_tokens :]), "stop"
+    return tuple(token_ids[sequence.num_prompt_tokens :]), "length"
+
+
+@dataclass
+class FakeRunner:
+    """on_run: called with each step before it runs; may wait, may raise."""
+
+    page_size: int = 4
+    num_pages: int = 64
+    num_window_pages: int = 64
+    sliding_window: int = 4
+    max_model_len: int = 64
+    on_run: Callable[[ScheduledStep], None] = lambda step: None
+    model_config: ModelConfig = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.model_config = model_config(
+            sliding_window=self.sliding_window, max_model_len=self.max_model_len
+        )
+        self._full: list[int | None] = [None] * (self.num_pages * self.page_size)
+        self._window: list[int | None] = [None] * (self.num_window_pages * self.page_size)
+
+    def run(self, step: ScheduledStep) -> StepOutput:
+        self.on_run(step)
+        for item in step.items:
+            self._store(item)
+        sampled = [self._sample(item) if item.is_sampled else () for item in step.items]
+        return StepOutput(
+            token_ids=tuple(sampled),
+            logprobs=tuple(
+                tuple(TokenLogprob(-float(token_id)) for token_id in token_ids)
+                if item.sequence.sampling.logprobs is not None
+                else ()
+                for item, token_ids in zip(step.items, sampled, strict=True)
+            ),
+        )
+
+    def _store(self, item: ScheduledItem) -> None:
+        sequence = item.sequence
+        first = sequence.num_computed_tokens
+        known = sequence.token_ids[first : first + item.num_tokens]
+        for position, token_id in enumerate([*known, *item.draft_token_ids], start=first):
+            self._full[self._slot(sequence.page_tables.full, position)] = token_id
+            self._window[self._slot(sequence.page_tables.window, position)] = token_id
+
+    def _sample(self, item: ScheduledItem) -> tuple[int, ...]:
+        sequence = item.sequence
+        tables = sequence.page_tables
+        sampled: list[int] = []
+        for length in range(
+            len(sequence.token_ids), len(sequence.token_ids) + len(item.draft_token_ids) + 1
+        ):
+            seen = range(max(0, length - self.sliding_window), length)
+            full = [self._full[self._slot(tables.full, i)] for i in range(length)]
+            window = [self._window[self._slot(tables.window, i)] for i in seen]
+            sampled.append(
+                next_token(
+                    [-2 if key is None else key for key in full],
+                    [-2 if key is None else key for key in window],
+                    seed=sequence.seed,
+                    num_output_tokens=length - sequence.num_prompt_tokens,
+                    sampling=sequence.sampling,
+                    stop_token_ids=sequence.stop_token_ids,
+                )
+            )
+        return tuple(sampled)
+
+    def _slot(self, page_table: list[int], position: int) -> int:
+        page = page_table[position // self.page_size]
+        assert page >= 0, f"position {position} has no page any more"
+        return page * self.page_size + position % self.page_size
+
+
+class GuessingDecoder:
+    """Guesses up to `length` tokens ahead; about one guess in four is wrong."""
+
+    def __init__(self, sliding_window: int, length: int = 3) -> None:
+        self.sliding_window = sliding_window
+        self.length = length
+
+    def propose(self, sequence: Sequence) -> tuple[int, ...]:
+        token_ids = list(sequence.token_ids)
+        for _ in range(self.length):
+            token_id = next_token_of(sequence, token_ids, self.sliding_window)
+            token_ids.append((token_id + 1) % VOCAB_SIZE if token_id % 4 == 0 else token_id)
+        return tuple(token_ids[len(sequence.token_ids) :])
+
+    def accept(self, draft: tuple[int, ...], sampled: tuple[int, ...]) -> tuple[int, ...]:
+        assert len(sampled) == len(draft) + 1
+        num_right = 0
+        while num_right < len(draft) and draft[num_right] == sampled[num_right]:
+            num_right += 1
+        return sampled[: num_right + 1]
+
+
+class Clock:
+    """Seconds that pass only when told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def request(
+    generation_id: str,
+    token_ids: tuple[int, ...] = (1, 2, 3),
+    *,
+    deadline: float | None = None,
+    **sampling: object,
+) -> GenerationRequest:
+    return GenerationRequest(
+        generation_id, token_ids, SamplingParams.from_mapping({"seed": 0} | sampling), deadline
+    )
+
+
+def fake_engine(runner: FakeRunner | None = None, **config: object) -> Engine:
+    """An engine over a FakeRunner and a Clock, with a budget of 8 tokens and 4 sequences."""
+    runner = runner or FakeRunner()
+    values = {"page_size": runner.page_size, "max_num_seqs": 4, "max_num_batched_tokens": 8}
+    return Engine(EngineConfig.from_mapping(values | config), runner, clock=Clock())

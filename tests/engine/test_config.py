@@ -1,0 +1,89 @@
+import json
+from pathlib import Path
+
+import pytest
+from gptoss_engine.config import EngineConfig, InvalidConfig, read_config_file
+
+
+def test_strings_as_config_pbtxt_has_them_and_typed_values_are_the_same() -> None:
+    typed = {
+        "model": "folder",
+        "page_size": 16,
+        "kv_cache_gigabytes": 2.5,
+        "device": "cpu",
+        "enable_prefix_caching": False,
+    }
+    strings = {name: str(value).lower() for name, value in typed.items()}
+    config = EngineConfig.from_mapping(typed)
+    assert config == EngineConfig.from_mapping(strings)
+    assert (config.page_size, config.kv_cache_gigabytes) == (16, 2.5)
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        (
+            {"max_num_seq": 1},
+            "unknown configuration key 'max_num_seq'; did you mean 'max_num_seqs'?",
+        ),
+        ({"page_size": "many"}, "page_size must be an integer, got 'many'"),
+        ({"page_size": 1.5}, "page_size must be an integer, got 1.5"),
+        ({"page_size": True}, "page_size must be an integer, got True"),
+        ({"page_size": 0}, "page_size must be in [1, 1024], got 0"),
+        ({"device": "tpu"}, "device must be one of auto, cpu, cuda, got 'tpu'"),
+        ({"model": 5}, "model must be text, got 5"),
+        ({"kv_cache_gigabytes": "much"}, "kv_cache_gigabytes must be a number, got 'much'"),
+        (
+            {"enable_prefix_caching": "maybe"},
+            "enable_prefix_caching must be true or false, got 'maybe'",
+        ),
+        (
+            {"enable_prefix_caching": True},
+            "enable_prefix_caching must be false: it is not built yet",
+        ),
+        (
+            {"tp": 2},
+            "tp must be 1 in this version, got 2: parallel layouts are not built yet",
+        ),
+        (
+            {"max_num_seqs": 9, "max_num_batched_tokens": 8},
+            "max_num_batched_tokens (8) must be at least max_num_seqs (9): "
+            "every running sequence decodes each step",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_in_words(values: dict[str, object], sentence: str) -> None:
+    with pytest.raises(InvalidConfig) as refused:
+        EngineConfig.from_mapping(values)
+    assert str(refused.value) == sentence
+
+
+@pytest.mark.parametrize("suffix", [".toml", ".json"])
+def test_a_file_and_what_overrides_it(tmp_path: Path, suffix: str) -> None:
+    values = {"page_size": 8, "max_num_seqs": 2}
+    toml = "".join(f"{name} = {value}\n" for name, value in values.items())
+    path = tmp_path / f"engine{suffix}"
+    path.write_text(json.dumps(values) if suffix == ".json" else toml, encoding="utf-8")
+    assert read_config_file(path) == values
+    config = EngineConfig.from_file(path, {"page_size": "32"})
+    assert (config.page_size, config.max_num_seqs) == (32, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("engine.toml", "page_size =", "cannot read configuration file"),
+        ("engine.json", "{", "cannot read configuration file"),
+        ("engine.json", "[1]", "must hold one table of keys and values"),
+        ("engine.toml", None, "cannot read configuration file"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(
+    tmp_path: Path, name: str, text: str | None, words: str
+) -> None:
+    path = tmp_path / name
+    if text is not None:
+        path.write_text(text, encoding="utf-8")
+    with pytest.raises(InvalidConfig, match=words) as refused:
+        read_config_file(path)
+    assert name in str(refused.value)

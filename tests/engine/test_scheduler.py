@@ -1,0 +1,527 @@
+from collections.abc import Iterator
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from gptoss_engine.config import InvalidConfig
+from gptoss_engine.decoding import Decoder
+from gptoss_engine.decoding.plain import PlainDecoder
+from gptoss_engine.page_pool import GONE, PagePool
+from gptoss_engine.scheduler import Scheduler
+from gptoss_engine.sequence import ScheduledStep, Sequence, Status
+from gptoss_engine.types import TokenChunk
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from .fakes import EOS, FakeRunner, GuessingDecoder, answer, request
+
+
+def make_scheduler(
+    runner: FakeRunner,
+    *,
+    max_num_seqs: int = 4,
+    max_num_batched_tokens: int = 8,
+    decoder: Decoder | None = None,
+) -> Scheduler:
+    full = PagePool(runner.num_pages, runner.page_size)
+    return Scheduler(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        full=full,
+        window=PagePool(runner.num_window_pages, runner.page_size),
+        sliding_window=runner.sliding_window,
+        max_num_tokens=min(runner.max_model_len, full.num_tokens),
+        decoder=decoder or PlainDecoder(),
+    )
+
+
+def make_sequence(
+    generation_id: str,
+    prompt_length: int,
+    max_tokens: int,
+    *,
+    deadline: float | None = None,
+    **sampling: Any,
+) -> Sequence:
+    """A prompt that no other generation id has, and no end token unless asked for."""
+    number = int.from_bytes(generation_id.encode(), "big")
+    token_ids = tuple((number * 31 + i * 7) % 89 for i in range(prompt_length))
+    sampling = {"ignore_eos": True} | sampling
+    return Sequence.from_request(
+        request(generation_id, token_ids, deadline=deadline, **sampling),
+        seed=number,
+        max_tokens=max_tokens,
+        eos_token_ids=frozenset({EOS}),
+        arrival_time=1.0,
+    )
+
+
+def run(scheduler: Scheduler, runner: FakeRunner) -> tuple[ScheduledStep, list[TokenChunk]]:
+    step = scheduler.schedule()
+    sizes = [(item.sequence.generation_id, item.num_tokens) for item in step.items]
+    assert len({generation_id for generation_id, _ in sizes}) == len(sizes)
+    return step, scheduler.update(step, runner.run(step))
+
+
+def run_to_end(scheduler: Scheduler, runner: FakeRunner) -> dict[str, list[TokenChunk]]:
+    chunks: dict[str, list[TokenChunk]] = {}
+    while scheduler.has_work:
+        for chunk in run(scheduler, runner)[1]:
+            chunks.setdefault(chunk.generation_id, []).append(chunk)
+    return chunks
+
+
+def tokens_of(chunks: list[TokenChunk]) -> tuple[int, ...]:
+    return tuple(token_id for chunk in chunks for token_id in chunk.token_ids)
+
+
+def sizes(step: ScheduledStep) -> list[tuple[str, int]]:
+    return [(item.sequence.generation_id, item.num_tokens) for item in step.items]
+
+
+def test_a_prompt_is_cut_into_chunks_of_the_budget() -> None:
+    runner = FakeRunner()
+    scheduler = make_scheduler(runner)
+    scheduler.add(make_sequence("a", 19, 2))
+    taken = []
+    while scheduler.has_work:
+        step, _ = run(scheduler, runner)
+        taken.append(sizes(step))
+    assert taken == [[("a", 8)], [("a", 8)], [("a", 3)], [("a", 1)]]
+
+
+def test_decodes_come_first_and_prefills_share_what_they_leave() -> None:
+    runner = FakeRunner()
+    scheduler = make_scheduler(runner)
+    scheduler.add(make_sequence("a", 2, 9))
+    run(scheduler, runner)
+    for name, length in (("b", 9), ("c", 3), ("d", 3)):
+        scheduler.add(make_sequence(name, length, 9))
+    assert sizes(run(scheduler, runner)[0]) == [("a", 1), ("b", 7)]
+    assert sizes(run(scheduler, runner)[0]) == [("a", 1), ("b", 2), ("c", 3), ("d", 2)]
+    # d's chunk is its last token: as good as a decode.
+    assert sizes(run(scheduler, runner)[0]) == [("a", 1), ("b", 1), ("c", 1), ("d", 1)]
+
+
+def test_a_decode_goes_before_the_chunk_of_an_older_prefill() -> None:
+    runner = FakeRunner()
+    scheduler = make_scheduler(runner)
+    scheduler.add(make_sequence("a", 20, 9))
+    run(scheduler, runner)
+    scheduler.add(make_sequence("b", 1, 9))
+    scheduler.max_num_batched_tokens = 13
+    assert sizes(run(scheduler, runner)[0]) == [("b", 1), ("a", 12)]
+    assert sizes(run(scheduler, runner)[0]) == [("a", 1), ("b", 1)]
+
+
+def test_no_more_than_max_num_seqs_run() -> None:
+    runner = FakeRunner()
+    scheduler = make_scheduler(runner, max_num_seqs=2)
+    for name in "abc":
+        scheduler.add(make_sequence(name, 1, 2))
+    assert sizes(run(scheduler, runner)[0]) == [("a", 1), ("b", 1)]
+    assert sizes(run(scheduler, runner)[0]) == [("a", 1), ("b", 1)]
+    assert sizes(run(scheduler, runner)[0]) == [("c", 1)]
+
+
+def test_when_pages_run_out_the_last_admitted_goes_back_to_the_head_of_the_queue() -> None:
+    runner = FakeRunner(page_size=2, num_pages=7)
+    scheduler = make_scheduler(runner)
+    sequences = {name: make_sequence(name, 3, 7) for name in "abc"}
+    for sequence in sequences.values():
+        scheduler.add(sequence)
+    run(scheduler, runner)
+    assert [sequence.generation_id for sequence in scheduler.running] == ["a", "b"]
+    preempted = []
+    while not preempted:
+        step, _ = run(scheduler, runner)
+        preempted = [sequence.generation_id for sequence in step.preempted]
+    assert preempted == ["b"]
+    b = sequences["b"]
+    assert (b.status, b.num_computed_tokens) == (Status.WAITING, 0)
+    assert b.num_output_tokens > 0
+    assert (b.page_tables.full, b.page_tables.window) == ([], [])
+    assert [sequence.generation_id for sequence in scheduler.waiting] == ["b", "c"]
+    run_to_end(scheduler, runner)
+    for sequence in sequences.values():
+        expected, _ = answer(sequence, runner.sliding_window)
+        assert tuple(sequence.token_ids[3:]) == expected
+    assert scheduler.num_preemptions > 0
+
+
+def test_a_prefill_chunk_shrinks_to_the_free_pages_before_anyone_is_preempted() -> None:
+    runner = FakeRunner(page_size=2, num_pages=16, num_window_pages=6, sliding_window=2)
+    scheduler = make_scheduler(runner, max_num_batched_tokens=16)
+    scheduler.add(make_sequence("a", 18, 2))
+    scheduler.add(make_sequence("b", 2, 9))
+    assert sizes(run(scheduler, runner)[0]) == [("a", 12)]
+    assert scheduler.window.num_used == 1
+    step, _ = run(scheduler, runner)
+    assert (sizes(step), step.preempted) == ([("a", 6), ("b", 2)], ())
+
+
+def test_the_youngest_keeps_its_pages_while_it_waits_for_one() -> None:
+    runner = FakeRunner(page_size=2, num_pages=5)
+    scheduler = make_scheduler(runner)
+    a, b = make_sequence("a", 4, 3), make_sequence("b", 3, 4)
+    scheduler.add(a)
+    scheduler.add(b)
+    assert sizes(run(scheduler, runner)[0]) == [("a", 4), ("b", 3)]
+    assert sizes(run(scheduler, runner)[0]) == [("a", 1), ("b", 1)]
+    step, _ = run(scheduler, runner)
+    assert (sizes(step), step.preempted) == ([("a", 1)], ())
+    assert (b.status, b.num_computed_tokens) == (Status.RUNNING, 4)
+    assert sizes(run(scheduler, runner)[0]) == [("b", 1)]
+    run_to_end(scheduler, runner)
+    assert tuple(b.token_ids[3:]) == answer(b, runner.sliding_window)[0]
+
+
+def test_a_new_sequence_leaves_each_running_one_a_page_to_grow_by() -> None:
+    runner = FakeRunner(page_size=4, num_pages=3)
+    scheduler = make_scheduler(runner)
+    scheduler.add(make_sequence("a", 4, 4))
+    scheduler.add(make_sequence("b", 5, 2))
+    assert sizes(run(scheduler, runner)[0]) == [("a", 4)]
+    assert sizes(run(scheduler, runner)[0]) == [("a", 1)]
+    run(scheduler, runner)
+    run(scheduler, runner)
+    assert sizes(run(scheduler, runner)[0]) == [("b", 5)]
+    assert scheduler.num_preemptions == 0
+
+
+def test_the_head_of_the_queue_is_never_overtaken() -> None:
+    runner = FakeRunner(page_size=4, num_pages=4)
+    scheduler = make_scheduler(runner)
+    scheduler.add(make_sequence("a", 4, 3))
+    scheduler.add(make_sequence("b", 13, 1))
+    scheduler.add(make_sequence("c", 1, 1))
+    assert sizes(run(scheduler, runner)[0]) == [("a", 4)]
+    assert [s.generation_id for s in scheduler.waiting] == ["b", "c"]
+    run(scheduler, runner)
+    assert sizes(run(scheduler, runner)[0]) == [("a", 1)]
+    assert sizes(run(scheduler, runner)[0]) == [("b", 8)]
+
+
+@pytest.mark.parametrize("sliding_window", [1, 2, 3, 4, 5, 8])
+def test_between_steps_only_the_next_querys_window_has_pages(sliding_window: int) -> None:
+    runner = FakeRunner(page_size=2, sliding_window=sliding_window)
+    scheduler = make_scheduler(runner)
+    sequence = make_sequence("a", 21, 20)
+    scheduler.add(sequence)
+    while True:
+        run(scheduler, runner)
+        if sequence.status is Status.FINISHED:
+            break
+        first_seen = max(0, sequence.num_computed_tokens - sliding_window + 1)
+        held = [page != GONE for page in sequence.page_tables.window]
+        assert held == [2 * index + 1 >= first_seen for index in range(len(held))]
+        assert sum(held) <= scheduler.max_window_pages
+        assert GONE not in sequence.page_tables.full
+    assert tuple(sequence.token_ids[21:]) == answer(sequence, sliding_window)[0]
+    assert scheduler.full.num_used == scheduler.window.num_used == 0
+
+
+def test_one_window_must_fit_its_pool() -> None:
+    with pytest.raises(InvalidConfig, match=r"num_window_pages must be at least 3, .* got 2"):
+        make_scheduler(FakeRunner(page_size=4, num_window_pages=2, sliding_window=8))
+    # Sequences that are shorter than the window never need as many.
+    make_scheduler(FakeRunner(page_size=4, num_window_pages=2, sliding_window=8, max_model_len=8))
+
+
+def test_abort_ends_a_generation_wherever_it_is_and_only_once() -> None:
+    runner = FakeRunner()
+    scheduler = make_scheduler(runner, max_num_seqs=2)
+    for name, length in (("decoding", 2), ("prefilling", 12), ("waiting", 3)):
+        scheduler.add(make_sequence(name, length, 9))
+    run(scheduler, runner)
+    for name in ("waiting", "prefilling", "decoding"):
+        chunk = scheduler.abort(name, "because")
+        assert chunk is not None
+        assert (chunk.generation_id, chunk.finish_reason, chunk.error) == (name, "abort", "because")
+        assert name not in scheduler
+        assert scheduler.abort(name) is None
+    assert not scheduler.has_work
+    assert scheduler.full.num_used == scheduler.window.num_used == scheduler.num_waiting_tokens == 0
+    assert scheduler.num_finished == {"abort": 3}
+
+
+def test_a_deadline_ends_waiting_and_running_generations_and_is_named() -> None:
+    runner = FakeRunner()
+    scheduler = make_scheduler(runner, max_num_seqs=1)
+    for name, deadline in (("a", 5.0), ("b", 3.5), ("c", 9.0), ("d", None)):
+        scheduler.add(make_sequence(name, 3, 9, deadline=deadline))
+    run(scheduler, runner)
+    assert scheduler.expire(3.0) == []
+    expired = scheduler.expire(5.0)
+    assert [(chunk.generation_id, chunk.finish_reason) for chunk in expired] == [
+        ("b", "abort"),
+        ("a", "abort"),
+    ]
+    assert "the deadline, 2.500 s after the request's arrival" in expired[0].error
+    assert scheduler.expire(5.0) == []
+    assert scheduler.full.num_used == 0
+    scheduler.abort("c")
+    # The same id once more, with more time: the old deadline is not its own.
+    scheduler.add(make_sequence("c", 3, 9, deadline=20.0))
+    assert scheduler.expire(10.0) == []
+    assert len(scheduler.expire(20.0)) == 1
+    assert "d" in scheduler
+
+
+def test_a_stop_token_is_part_of_the_answer_and_beats_the_length() -> None:
+    runner = FakeRunner()
+    free = make_sequence("a", 3, 5)
+    tokens, reason = answer(free, runner.sliding_window)
+    assert (len(tokens), reason) == (5, "length")
+    for index in (0, 2, 4):
+        scheduler = make_scheduler(runner)
+        scheduler.add(make_sequence("a", 3, 5, stop_token_ids=[tokens[index]]))
+        chunks = run_to_end(scheduler, runner)["a"]
+        assert tokens_of(chunks) == tokens[: tokens.index(tokens[index]) + 1]
+        assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
+    scheduler = make_scheduler(runner)
+    scheduler.add(make_sequence("a", 3, 5))
+    chunks = run_to_end(scheduler, runner)["a"]
+    assert (tokens_of(chunks), chunks[-1].finish_reason) == (tokens, "length")
+    assert {chunk.num_prompt_tokens for chunk in chunks} == {3}
+    assert (scheduler.num_prompt_tokens, scheduler.num_generated_tokens) == (3, 5)
+
+
+def test_logprobs_stay_with_their_tokens() -> None:
+    runner = FakeRunner()
+    scheduler = make_scheduler(runner, decoder=GuessingDecoder(runner.sliding_window))
+    scheduler.add(make_sequence("a", 3, 9, logprobs=0))
+    scheduler.add(make_sequence("b", 3, 9))
+    chunks = run_to_end(scheduler, runner)
+    for chunk in chunks["a"]:
+        assert [-entry.logprob for entry in chunk.logprobs] == list(chunk.token_ids)
+    assert all(chunk.logprobs == () for chunk in chunks["b"])
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 20])
+@pytest.mark.parametrize("length", [1, 3, 40])
+def test_accepted_guesses_give_the_plain_answer_in_fewer_steps(
+    max_tokens: int, length: int
+) -> None:
+    runner = FakeRunner(page_size=2)
+    sequences = [make_sequence(name, 3, max_tokens) for name in "abc"]
+    expected = [answer(sequence, runner.sliding_window)[0] for sequence in sequences]
+    decoder = GuessingDecoder(runner.sliding_window, length)
+    scheduler = make_scheduler(runner, decoder=decoder)
+    for sequence in sequences:
+        scheduler.add(sequence)
+    num_steps = 0
+    while scheduler.has_work:
+        step, _ = run(scheduler, runner)
+        num_steps += 1
+        assert sum(item.num_slots for item in step.items) <= scheduler.max_num_batched_tokens
+    assert [tuple(sequence.token_ids[3:]) for sequence in sequences] == expected
+    assert num_steps < max_tokens or max_tokens < 4
+    assert scheduler.full.num_used == scheduler.window.num_used == 0
+
+
+def test_a_stop_token_among_accepted_guesses_cuts_what_follows_it() -> None:
+    runner = FakeRunner()
+    scheduler = make_scheduler(runner, decoder=GuessingDecoder(runner.sliding_window, 5))
+    free = make_sequence("a", 3, 12)
+    tokens, _ = answer(free, runner.sliding_window)
+    scheduler.add(free)
+    longest = max(run_to_end(scheduler, runner)["a"], key=lambda chunk: len(chunk.token_ids))
+    assert len(longest.token_ids) >= 3
+    stop = longest.token_ids[1]
+    scheduler.add(make_sequence("a", 3, 12, stop_token_ids=[stop]))
+    chunks = run_to_end(scheduler, runner)["a"]
+    assert tokens_of(chunks) == tokens[: tokens.index(stop) + 1]
+    assert chunks[-1].finish_reason == "stop"
+
+
+class Traffic(RuleBasedStateMachine):
+    """Requests, aborts, deadlines and steps in any order, on caches that are mostly too small."""
+
+    @initialize(
+        page_size=st.integers(1, 4),
+        sliding_window=st.integers(1, 7),
+        extra_pages=st.integers(0, 12),
+        extra_window_pages=st.integers(0, 6),
+        max_num_seqs=st.integers(1, 4),
+        extra_budget=st.integers(0, 8),
+        guesses=st.sampled_from([0, 0, 3]),
+    )
+    def begin(
+        self,
+        page_size: int,
+        sliding_window: int,
+        extra_pages: int,
+        extra_window_pages: int,
+        max_num_seqs: int,
+        extra_budget: int,
+        guesses: int,
+    ) -> None:
+        self.runner = FakeRunner(
+            page_size=page_size,
+            num_pages=2 + extra_pages,
+            num_window_pages=(sliding_window - 2) // page_size + 2 + extra_window_pages,
+            sliding_window=sliding_window,
+            max_model_len=24,
+        )
+        self.scheduler = make_scheduler(
+            self.runner,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_seqs + extra_budget,
+            decoder=GuessingDecoder(sliding_window, guesses) if guesses else None,
+        )
+        self.sequences: list[Sequence] = []
+        self.answers: dict[str, tuple[tuple[int, ...], str]] = {}
+        self.chunks: dict[str, list[TokenChunk]] = {}
+        self.now = 0.0
+
+    @rule(
+        prompt_length=st.integers(1, 23),
+        max_tokens=st.integers(1, 12),
+        seconds=st.one_of(st.none(), st.integers(1, 20)),
+        sampling=st.fixed_dictionaries(
+            {
+                "temperature": st.sampled_from([0, 1]),
+                "ignore_eos": st.booleans(),
+                "stop_token_ids": st.sampled_from([[], [7], [*range(0, 97, 5)]]),
+            }
+        ),
+    )
+    def add(
+        self, prompt_length: int, max_tokens: int, seconds: int | None, sampling: dict[str, Any]
+    ) -> None:
+        limit = self.scheduler.max_num_tokens
+        prompt_length = min(prompt_length, limit - 1)
+        sequence = make_sequence(
+            f"{len(self.sequences)}",
+            prompt_length,
+            min(max_tokens, limit - prompt_length),
+            deadline=None if seconds is None else self.now + seconds,
+            **sampling,
+        )
+        self.sequences.append(sequence)
+        self.answers[sequence.generation_id] = answer(sequence, self.runner.sliding_window)
+        self.chunks[sequence.generation_id] = []
+        self.scheduler.add(sequence)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(self.sequences))
+        was_open = sequence.status is not Status.FINISHED
+        chunk = self.scheduler.abort(sequence.generation_id)
+        assert (chunk is not None) == was_open
+        self.receive([chunk] if chunk else [])
+
+    @rule(seconds=st.integers(1, 5))
+    def pass_time(self, seconds: int) -> None:
+        self.now += seconds
+        self.receive(self.scheduler.expire(self.now))
+        late = [s for s in self.scheduler.waiting if s.deadline and s.deadline <= self.now]
+        assert late == []
+
+    @rule()
+    def fail(self) -> None:
+        """Rare, or nothing would ever end by itself: only with everybody running."""
+        if len(self.scheduler.running) == self.scheduler.max_num_seqs:
+            self.receive(self.scheduler.finish_all("error", "broken"))
+            assert not self.scheduler.has_work
+
+    @rule(num_steps=st.integers(1, 4))
+    def steps(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            if self.scheduler.has_work:
+                self.step()
+                self.pages_and_queues_are_whole()
+
+    def step(self) -> None:
+        scheduler = self.scheduler
+        before = {s: s.num_computed_tokens for s in self.sequences}
+        oldest = (scheduler.running or scheduler.waiting)[0]
+        step = scheduler.schedule()
+        assert sum(item.num_slots for item in step.items) <= scheduler.max_num_batched_tokens
+        assert len(step.items) <= len(scheduler.running) <= scheduler.max_num_seqs
+        served = [item.sequence for item in step.items]
+        assert oldest in served, "the oldest always advances"
+        assert oldest not in step.preempted
+        assert all(
+            s.status is Status.RUNNING and before[s] == s.num_computed_tokens for s in served
+        )
+        assert all(s in scheduler.waiting and s.num_computed_tokens == 0 for s in step.preempted)
+        is_prefill = [item.sequence.num_uncomputed_tokens > 1 for item in step.items]
+        assert is_prefill == sorted(is_prefill), "decodes first"
+        for group in (is_prefill.index(True) if True in is_prefill else len(served),):
+            assert in_order(self.sequences, served[:group])
+            assert in_order(self.sequences, served[group:])
+        chunks = scheduler.update(step, self.runner.run(step))
+        for sequence in served:
+            if sequence.status is Status.RUNNING:
+                assert sequence.num_computed_tokens > before[sequence]
+        self.receive(chunks)
+
+    def receive(self, chunks: list[TokenChunk]) -> None:
+        for chunk in chunks:
+            earlier = self.chunks[chunk.generation_id]
+            assert not any(c.finish_reason for c in earlier), "nothing follows the final chunk"
+            earlier.append(chunk)
+            tokens, reason = self.answers[chunk.generation_id]
+            got = tokens_of(earlier)
+            assert got == tokens[: len(got)]
+            if chunk.finish_reason in ("stop", "length"):
+                assert (got, chunk.finish_reason) == (tokens, reason)
+
+    @invariant()
+    def pages_and_queues_are_whole(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        scheduler = self.scheduler
+        places = {Status.WAITING: scheduler.waiting, Status.RUNNING: scheduler.running}
+        still_open = [*scheduler.running, *scheduler.waiting]
+        assert in_order(self.sequences, still_open), "first come, first served"
+        for sequence in self.sequences:
+            for status, place in places.items():
+                assert sum(s is sequence for s in place) == (sequence.status is status)
+            is_finished = sequence.status is Status.FINISHED
+            assert (sequence.generation_id in scheduler) != is_finished
+            finals = [c for c in self.chunks[sequence.generation_id] if c.finish_reason]
+            assert len(finals) == is_finished
+            if sequence.status is not Status.RUNNING:
+                assert not sequence.page_tables.full
+                assert not sequence.page_tables.window
+        assert scheduler.num_waiting_tokens == sum(len(s.token_ids) for s in scheduler.waiting)
+        for pool, group in ((scheduler.full, "full"), (scheduler.window, "window")):
+            owned = [
+                (page, s.generation_id)
+                for s in still_open
+                for page in getattr(s.page_tables, group)
+                if page != GONE
+            ]
+            assert len(owned) == len(dict(owned)) == pool.num_used
+            assert all(pool.owner(page) == owner for page, owner in owned)
+
+    def teardown(self) -> None:
+        """No starvation: each step gives the oldest at least one of all its tokens."""
+        if not hasattr(self, "scheduler"):
+            return
+        bound = sum(
+            s.num_prompt_tokens + s.max_tokens
+            for s in self.sequences
+            if s.status is not Status.FINISHED
+        )
+        for _ in range(bound):
+            if not self.scheduler.has_work:
+                break
+            self.step()
+            self.pages_and_queues_are_whole()
+        assert not self.scheduler.has_work
+        assert self.scheduler.full.num_used == self.scheduler.window.num_used == 0
+
+
+def in_order(everybody: list[Sequence], some: list[Sequence]) -> bool:
+    """Whether `some` stand in the order in which everybody arrived."""
+    arrivals: Iterator[Sequence] = iter(everybody)
+    return all(any(sequence is arrival for arrival in arrivals) for sequence in some)
+
+
+TestTraffic = Traffic.TestCase
+TestTraffic.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
