@@ -3,6 +3,7 @@
 The engine's own types are not imported: between the two stand token ids and JSON.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -60,3 +61,9 @@ class ChatDelta:
     tool_call_id: str | None = None
     tool_call_index: int = 0
     finish_reason: FinishReason | None = None
+
+
+def shown(value: object) -> str:
+    """A value as JSON, cut short, for a sentence that refuses it."""
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,359 @@
+"""OpenAI's chat JSON, checked and brought into one shape: the only door for users' messages.
+
+Every refusal is a sentence with the field's path, the value and what would be right. What comes
+out (`ChatRequest.messages`) is normalised, so that rendering needs no checks:
+
+- content is a string (null, absent and lists of text parts are resolved);
+- earlier reasoning stands in `reasoning_content`;
+- `tool_calls` is absent or not empty, each call with an id, a name, and arguments as a string;
+- a tool message's `tool_call_id` names an earlier call.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, get_args
+
+from gptoss_harmony.tools import check_schema
+from gptoss_harmony.types import ChatRequest, InvalidChat, ReasoningEffort, UnsupportedChat, shown
+
+MAX_CHAT_BYTES = 4 * 2**20
+"""Of `messages` and of `tools`, each, as JSON."""
+MAX_STOP_WORDS = 16
+MAX_STOP_WORD_LENGTH = 256
+
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_EFFORTS = get_args(ReasoningEffort)
+
+# Fields that clients echo from our own replies, with the values that mean nothing.
+_ECHOED = {"refusal": None, "audio": None, "function_call": None, "annotations": []}
+_FIELDS = {
+    "system": ("role", "content", "name"),
+    "developer": ("role", "content", "name"),
+    "user": ("role", "content", "name"),
+    "assistant": (
+        *("role", "content", "name", "tool_calls", "reasoning_content", "reasoning"),
+        *_ECHOED,
+    ),
+    "tool": ("role", "content", "name", "tool_call_id"),
+}
+
+
+def parse_chat(
+    *,
+    messages: bytes | str,
+    tools: bytes | str | None = None,
+    tool_choice: bytes | str | None = None,
+    reasoning_effort: str | None = None,
+    response_format: bytes | str | None = None,
+    parallel_tool_calls: bool | None = None,
+    sampling: Mapping[str, Any] | None = None,
+    stream: bool = False,
+) -> ChatRequest:
+    """One chat from its JSON texts, by OpenAI's field names; None or "" means not given.
+
+    Raises `InvalidChat`, or `UnsupportedChat` for what OpenAI has and this build has not.
+    """
+    checked_tools = parse_tools(tools) if tools else ()
+    if _tool_choice(tool_choice) == "none":
+        checked_tools = ()
+    _refuse_response_format(response_format)
+    if parallel_tool_calls is False:
+        raise UnsupportedChat("parallel_tool_calls false is not supported; leave it out")
+    return ChatRequest(
+        messages=parse_messages(messages),
+        tools=checked_tools,
+        reasoning_effort=_effort(reasoning_effort),
+        sampling=dict(sampling or {}),
+        stream=stream,
+    )
+
+
+def user_message(text: bytes | str) -> str:
+    """A plain text as the JSON of a chat with one user message."""
+    if isinstance(text, bytes):
+        text = _utf8("text_input", text)
+    if not text:
+        raise InvalidChat("text_input is empty")
+    return json.dumps([{"role": "user", "content": text}])
+
+
+def check_stop_words(words: Sequence[bytes | str]) -> tuple[str, ...]:
+    """Stop strings within their limits."""
+    if len(words) > MAX_STOP_WORDS:
+        raise InvalidChat(f"stop_words must be at most {MAX_STOP_WORDS} texts, got {len(words)}")
+    checked: list[str] = []
+    for number, word in enumerate(words):
+        path = f"stop_words[{number}]"
+        text = _utf8(path, word) if isinstance(word, bytes) else _text(path, word)
+        if not 1 <= len(text) <= MAX_STOP_WORD_LENGTH:
+            raise InvalidChat(
+                f"{path} must have 1 to {MAX_STOP_WORD_LENGTH} characters, got {len(text)}"
+            )
+        checked.append(text)
+    return tuple(checked)
+
+
+def tool_names(request: ChatRequest) -> tuple[str, ...]:
+    """The functions that the model may call."""
+    return tuple(tool["function"]["name"] for tool in request.tools)
+
+
+def _json(path: str, text: bytes | str) -> Any:
+    num_bytes = len(text.encode(errors="surrogatepass") if isinstance(text, str) else text)
+    if num_bytes > MAX_CHAT_BYTES:
+        raise InvalidChat(f"{path} must be at most {MAX_CHAT_BYTES} bytes of JSON, got {num_bytes}")
+    if isinstance(text, bytes):
+        text = _utf8(path, text)
+    if not text.strip():
+        raise InvalidChat(f"{path} is empty; it must be JSON")
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        raise InvalidChat(
+            f"{path} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+        ) from None
+    except ValueError as error:
+        raise InvalidChat(f"{path} is not JSON: {error}") from None
+    except RecursionError:
+        raise InvalidChat(f"{path} is nested too deeply") from None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _utf8(path: str, text: bytes) -> str:
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidChat(
+            f"{path} is not UTF-8: byte 0x{text[error.start]:02x} at position {error.start}"
+        ) from None
+
+
+def _text(path: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise InvalidChat(f"{path} must be a string, got {shown(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidChat(
+            f"{path} holds half a character (a lone surrogate) at position {error.start}"
+        ) from None
+    return value
+
+
+def _object(path: str, value: object, fields: Sequence[str]) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InvalidChat(f"{path} must be an object, got {shown(value)}")
+    for field in value:
+        if field not in fields:
+            near = get_close_matches(field, fields, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(fields)}"
+            raise InvalidChat(f"{path} has an unknown field {shown(field)}{hint}")
+    return value
+
+
+def parse_messages(text: bytes | str) -> tuple[dict[str, Any], ...]:
+    """A JSON array of chat messages, checked and normalised."""
+    messages = _json("messages", text)
+    if not isinstance(messages, list) or not messages:
+        raise InvalidChat(f"messages must be a list of at least one message, got {shown(messages)}")
+    call_ids: set[str] = set()
+    checked: list[dict[str, Any]] = []
+    for number, message in enumerate(messages):
+        checked.append(_message(f"messages[{number}]", message, call_ids))
+        call_ids.update(call["id"] for call in checked[-1].get("tool_calls", ()))
+    return tuple(checked)
+
+
+def _message(path: str, message: object, call_ids: set[str]) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise InvalidChat(f"{path} must be an object, got {shown(message)}")
+    role = message.get("role")
+    if role == "function":
+        raise UnsupportedChat(f"{path}.role 'function' is not supported; use 'tool'")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise InvalidChat(f"{path}.role must be one of {', '.join(_ROLES)}, got {shown(role)}")
+    fields = _object(path, message, _FIELDS[role])
+    checked: dict[str, Any] = {"role": role}
+    if fields.get("name") is not None:
+        checked["name"] = _name(f"{path}.name", fields["name"])
+    if role == "assistant":
+        return checked | _assistant_fields(path, fields)
+    checked["content"] = _content(f"{path}.content", fields.get("content"))
+    if role == "tool":
+        call_id = _text(f"{path}.tool_call_id", fields.get("tool_call_id"))
+        if call_id not in call_ids:
+            raise InvalidChat(
+                f"{path}.tool_call_id must be the id of an earlier tool call, got {shown(call_id)}"
+            )
+        checked["tool_call_id"] = call_id
+    return checked
+
+
+def _assistant_fields(path: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    for field, neutral in _ECHOED.items():
+        if fields.get(field) not in (None, neutral):
+            raise UnsupportedChat(f"{path}.{field} is not supported; leave it out")
+    content = fields.get("content")
+    checked: dict[str, Any] = {
+        "content": "" if content is None else _content(f"{path}.content", content)
+    }
+    reasoning = [
+        _text(f"{path}.{field}", fields[field])
+        for field in ("reasoning_content", "reasoning")
+        if fields.get(field) is not None
+    ]
+    if len(set(reasoning)) > 1:
+        raise InvalidChat(f"{path}.reasoning and {path}.reasoning_content differ; give one")
+    if reasoning and reasoning[0]:
+        checked["reasoning_content"] = reasoning[0]
+    calls = fields.get("tool_calls")
+    if calls is not None and not isinstance(calls, list):
+        raise InvalidChat(f"{path}.tool_calls must be a list, got {shown(calls)}")
+    if calls:
+        checked["tool_calls"] = _tool_calls(f"{path}.tool_calls", calls)
+    return checked
+
+
+def _tool_calls(path: str, calls: Sequence[object]) -> list[dict[str, Any]]:
+    checked: list[dict[str, Any]] = []
+    for number, call in enumerate(calls):
+        where = f"{path}[{number}]"
+        fields = _object(where, call, ("id", "type", "function", "index"))
+        call_id = _text(f"{where}.id", fields.get("id"))
+        if not call_id:
+            raise InvalidChat(f"{where}.id is empty")
+        if any(call_id == other["id"] for other in checked):
+            raise InvalidChat(f"{where}.id {shown(call_id)} is given twice in one message")
+        if fields.get("type", "function") != "function":
+            raise UnsupportedChat(f"{where}.type must be 'function', got {shown(fields['type'])}")
+        function = _object(f"{where}.function", fields.get("function"), ("name", "arguments"))
+        checked.append(
+            {
+                "id": call_id,
+                "type": "function",
+                "function": {
+                    "name": _name(f"{where}.function.name", function.get("name")),
+                    "arguments": _arguments(f"{where}.function.arguments", function),
+                },
+            }
+        )
+    return checked
+
+
+def _arguments(path: str, function: Mapping[str, Any]) -> str:
+    """A string as it is, an object as compact JSON, nothing as {}."""
+    arguments = function.get("arguments")
+    if isinstance(arguments, dict):
+        return _text(path, json.dumps(arguments, ensure_ascii=False))
+    if arguments is None:
+        return "{}"
+    if not isinstance(arguments, str):
+        raise InvalidChat(f"{path} must be a string of JSON, got {shown(arguments)}")
+    return _text(path, arguments) or "{}"
+
+
+def _content(path: str, content: object) -> str:
+    if isinstance(content, str):
+        return _text(path, content)
+    if not isinstance(content, list):
+        raise InvalidChat(f"{path} must be a string or a list of text parts, got {shown(content)}")
+    texts: list[str] = []
+    for number, part in enumerate(content):
+        where = f"{path}[{number}]"
+        if not isinstance(part, dict):
+            raise InvalidChat(f"{where} must be an object, got {shown(part)}")
+        if part.get("type") != "text":
+            raise UnsupportedChat(
+                f"{where}.type must be 'text', got {shown(part.get('type'))}; the model reads "
+                "text alone"
+            )
+        fields = _object(where, part, ("type", "text"))
+        texts.append(_text(f"{where}.text", fields.get("text")))
+    return "".join(texts)
+
+
+def _name(path: str, name: object) -> str:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidChat(
+            f"{path} must be 1 to 64 of the characters a-z, A-Z, 0-9, _ and -, got {shown(name)}"
+        )
+    return name
+
+
+def parse_tools(text: bytes | str) -> tuple[dict[str, Any], ...]:
+    """A JSON array of function tools, checked."""
+    tools = _json("tools", text)
+    if not isinstance(tools, list):
+        raise InvalidChat(f"tools must be a list, got {shown(tools)}")
+    checked: list[dict[str, Any]] = []
+    names: set[str] = set()
+    for number, tool in enumerate(tools):
+        path = f"tools[{number}]"
+        if isinstance(tool, dict) and tool.get("type", "function") != "function":
+            raise UnsupportedChat(f"{path}.type must be 'function', got {shown(tool['type'])}")
+        fields = _object(path, tool, ("type", "function"))
+        function = _function(f"{path}.function", fields.get("function"))
+        if function["name"] in names:
+            raise InvalidChat(f"{path}.function.name {shown(function['name'])} is given twice")
+        names.add(function["name"])
+        checked.append({"type": "function", "function": function})
+    return tuple(checked)
+
+
+def _function(path: str, function: object) -> dict[str, Any]:
+    fields = _object(path, function, ("name", "description", "parameters", "strict"))
+    checked: dict[str, Any] = {"name": _name(f"{path}.name", fields.get("name"))}
+    if fields.get("description") is not None:
+        checked["description"] = _text(f"{path}.description", fields["description"])
+    if fields.get("strict"):
+        raise UnsupportedChat(f"{path}.strict true is not supported; leave it out")
+    parameters = fields.get("parameters")
+    if parameters is not None:
+        if not isinstance(parameters, dict):
+            raise InvalidChat(
+                f"{path}.parameters must be a JSON schema (an object), got {shown(parameters)}"
+            )
+        check_schema(f"{path}.parameters", parameters)
+        _text(f"{path}.parameters", json.dumps(parameters, ensure_ascii=False))
+        checked["parameters"] = parameters
+    return checked
+
+
+def _tool_choice(choice: bytes | str | None) -> str:
+    if not choice:
+        return "auto"
+    text = _utf8("tool_choice", choice) if isinstance(choice, bytes) else choice
+    value: object = text
+    if text.lstrip().startswith(("{", '"')):
+        value = _json("tool_choice", text)
+    if value in ("auto", "none"):
+        return str(value)
+    if value == "required" or isinstance(value, dict):
+        raise UnsupportedChat(f"tool_choice {shown(value)} is not supported; supported: auto, none")
+    raise InvalidChat(f"tool_choice must be auto, none, required or an object, got {shown(value)}")
+
+
+def _refuse_response_format(response_format: bytes | str | None) -> None:
+    if not response_format:
+        return
+    value = _json("response_format", response_format)
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind in ("json_object", "json_schema"):
+        raise UnsupportedChat(f"response_format {kind} is not supported; supported: text")
+    if kind != "text":
+        raise InvalidChat(f'response_format must be {{"type": "text"}}, got {shown(value)}')
+
+
+def _effort(effort: str | None) -> ReasoningEffort:
+    if not effort:
+        return "medium"
+    for known in _EFFORTS:
+        if effort == known:
+            return known
+    raise InvalidChat(f"reasoning_effort must be one of {', '.join(_EFFORTS)}, got {shown(effort)}")

@@ -1,0 +1,109 @@
+"""The interface that every chat format has, and Harmony's: prompts in, answers' streams out.
+
+Loaded by entry point (group "gptoss.formats"), so that neither the engine's column nor the
+command line imports this package by name.
+"""
+
+import datetime
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+from gptoss_harmony import chat, render, vocabulary
+from gptoss_harmony.stream import HarmonyStream, opening_of
+from gptoss_harmony.types import Channel, ChatDelta, ChatRequest, FinishReason, Prompt
+
+
+class ChatStream(Protocol):
+    """One answer's tokens in, its deltas out (see `HarmonyStream`)."""
+
+    repairs: Counter[str]
+    num_tokens: Counter[Channel]
+    content_positions: list[int]
+    finish_reason: FinishReason | None
+
+    def push(
+        self, token_ids: Sequence[int], finish_reason: FinishReason | None = None
+    ) -> list[ChatDelta]: ...
+
+
+class ChatFormat(Protocol):
+    """What the adapters and the command line know of a format."""
+
+    stop_token_ids: tuple[int, ...]
+
+    @classmethod
+    def load(cls, checkpoint_folder: Path | None = None) -> Self:
+        """Loads what the format needs, or fails with a sentence: at start, never at a request."""
+        ...
+
+    def parse_chat(self, **inputs: Any) -> ChatRequest:
+        """A checked request from OpenAI's JSON texts, by field name (`chat.parse_chat`)."""
+        ...
+
+    def parse_text(self, text: bytes | str, **inputs: Any) -> ChatRequest:
+        """The same from the text of one user message."""
+        ...
+
+    def render_chat(self, request: ChatRequest) -> Prompt: ...
+
+    def render_raw(self, text: str, sampling: Mapping[str, Any]) -> Prompt: ...
+
+    def stream_context(
+        self, prompt: Prompt, request: ChatRequest | None, stop_words: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """What `stream` needs, as JSON, to travel with the prompt. No request: a raw prompt."""
+        ...
+
+    def stream(self, context: Mapping[str, Any]) -> ChatStream: ...
+
+
+class HarmonyFormat:
+    """gpt-oss's format. Safe to share between threads; a stream is one answer's own."""
+
+    stop_token_ids = vocabulary.STOP_TOKEN_IDS
+
+    def __init__(
+        self, loaded: vocabulary.Vocabulary, *, today: datetime.date | None = None
+    ) -> None:
+        """today: the date that every prompt shows; None is the day of the request."""
+        self.vocabulary = loaded
+        self._today = today
+
+    @classmethod
+    def load(cls, checkpoint_folder: Path | None = None) -> Self:
+        return cls(vocabulary.load(checkpoint_folder))
+
+    def parse_chat(self, **inputs: Any) -> ChatRequest:
+        return chat.parse_chat(**inputs)
+
+    def parse_text(self, text: bytes | str, **inputs: Any) -> ChatRequest:
+        return chat.parse_chat(messages=chat.user_message(text), **inputs)
+
+    def render_chat(self, request: ChatRequest) -> Prompt:
+        return render.render_chat(self.vocabulary, request, self._today)
+
+    def render_raw(self, text: str, sampling: Mapping[str, Any]) -> Prompt:
+        return render.render_raw(self.vocabulary, text, sampling)
+
+    def stream_context(
+        self, prompt: Prompt, request: ChatRequest | None, stop_words: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        context: dict[str, Any] = {"tool_names": None, "opening": [], "stop_words": []}
+        context["opening"] = list(opening_of(prompt.token_ids, self.vocabulary))
+        context["stop_words"] = list(chat.check_stop_words(stop_words))
+        if request is not None:
+            context["tool_names"] = list(chat.tool_names(request))
+        return context
+
+    def stream(self, context: Mapping[str, Any] | None = None) -> HarmonyStream:
+        """Without a context: an answer after `<|start|>assistant`, no tools, no stop words."""
+        given = context or {}
+        tool_names: Collection[str] | None = given.get("tool_names", ())
+        return HarmonyStream(
+            self.vocabulary,
+            tool_names=tool_names,
+            stop_words=given.get("stop_words", ()),
+            opening=given.get("opening"),
+        )

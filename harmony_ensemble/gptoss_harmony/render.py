@@ -1,0 +1,142 @@
+"""A checked chat to Harmony tokens, and raw Harmony text to tokens.
+
+Where openai-harmony defines a rendering, this is it byte for byte. Text and control tokens never
+meet in one string: whatever a user writes is encoded as ordinary tokens.
+
+History is rendered so that a chat's tokens are a prefix of the next turn's:
+- the first message, if system or developer, becomes the instructions; later ones stay in place;
+- reasoning of a turn that is over (a final answer or a user message follows) is dropped, that of
+  a turn still calling tools is kept;
+- a finished message ends with <|end|>, a tool call with <|call|>.
+"""
+
+import datetime
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gptoss_harmony.tools import render_tools
+from gptoss_harmony.types import ChatRequest, Prompt
+from gptoss_harmony.vocabulary import (
+    CALL,
+    CHANNEL,
+    CONSTRAIN,
+    END,
+    MESSAGE,
+    START,
+    STOP_TOKEN_IDS,
+    Vocabulary,
+)
+
+_INSTRUCTING = ("system", "developer")
+
+
+def render_chat(
+    vocabulary: Vocabulary, request: ChatRequest, today: datetime.date | None = None
+) -> Prompt:
+    """The prompt of the next assistant turn. today: the date that the model is told."""
+    rendering = _Rendering(vocabulary)
+    rendering.add("system", system_text(request, today or datetime.date.today()))
+    messages = list(request.messages)
+    instructions = ""
+    if messages and messages[0]["role"] in _INSTRUCTING:
+        instructions = messages.pop(0)["content"]
+    sections = [_instructions(instructions)] if instructions else []
+    if request.tools:
+        sections.append(render_tools(request.tools))
+    if sections:
+        rendering.add("developer", "\n\n".join(sections))
+    _add_history(rendering, messages)
+    rendering.open("assistant")
+    return Prompt(tuple(rendering.token_ids), STOP_TOKEN_IDS, request.sampling)
+
+
+def render_raw(vocabulary: Vocabulary, text: str, sampling: Mapping[str, Any]) -> Prompt:
+    """A prompt that its author wrote in Harmony: text that spells a control token becomes it."""
+    return Prompt(tuple(vocabulary.encode_raw(text)), STOP_TOKEN_IDS, sampling)
+
+
+def system_text(request: ChatRequest, today: datetime.date) -> str:
+    """The system message's text. Commentary is a channel only for those who have tools."""
+    channels = "analysis, commentary, final" if request.tools else "analysis, final"
+    lines = [
+        "You are ChatGPT, a large language model trained by OpenAI.",
+        "Knowledge cutoff: 2024-06",
+        f"Current date: {today.isoformat()}",
+        "",
+        f"Reasoning: {request.reasoning_effort}",
+        "",
+        f"# Valid channels: {channels}. Channel must be included for every message.",
+    ]
+    if request.tools:
+        lines.append("Calls to these tools must go to the commentary channel: 'functions'.")
+    return "\n".join(lines)
+
+
+def _instructions(text: str) -> str:
+    return f"# Instructions\n\n{text}"
+
+
+class _Rendering:
+    """Harmony messages, appended one after another."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.token_ids: list[int] = []
+        self._encode = vocabulary.encode
+
+    def open(self, author: str) -> None:
+        self.token_ids += (START, *self._encode(author))
+
+    def add(
+        self, author: str, text: str, channel: str | None = None, *, is_call: bool = False
+    ) -> None:
+        self.open(author)
+        if channel is not None:
+            self.token_ids += (CHANNEL, *self._encode(channel))
+        if is_call:
+            self.token_ids += (*self._encode(" "), CONSTRAIN, *self._encode("json"))
+        self.token_ids.append(MESSAGE)
+        self.token_ids += self._encode(text)
+        self.token_ids.append(CALL if is_call else END)
+
+
+def _add_history(rendering: _Rendering, messages: Sequence[Mapping[str, Any]]) -> None:
+    first_open = _first_message_of_open_turn(messages)
+    tool_names: dict[str, str] = {}
+    for position, message in enumerate(messages):
+        role, content = message["role"], message["content"]
+        match role:
+            case "system" | "developer":
+                if content:
+                    rendering.add("developer", _instructions(content))
+            case "user":
+                rendering.add(_author(message), content)
+            case "tool":
+                name = tool_names[message["tool_call_id"]]
+                rendering.add(f"functions.{name} to=assistant", content, "commentary")
+            case "assistant":
+                reasoning = message.get("reasoning_content")
+                if reasoning and position >= first_open:
+                    rendering.add(_author(message), reasoning, "analysis")
+                calls = message.get("tool_calls", ())
+                if content:
+                    rendering.add(_author(message), content, "commentary" if calls else "final")
+                for call in calls:
+                    function = call["function"]
+                    tool_names[call["id"]] = function["name"]
+                    author = f"{_author(message)} to=functions.{function['name']}"
+                    rendering.add(author, function["arguments"], "commentary", is_call=True)
+
+
+def _author(message: Mapping[str, Any]) -> str:
+    name = message.get("name")
+    return f"{message['role']}:{name}" if name else message["role"]
+
+
+def _first_message_of_open_turn(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Everything before it belongs to turns that are over."""
+    for position in range(len(messages) - 1, -1, -1):
+        message = messages[position]
+        is_final = message["role"] == "assistant" and not message.get("tool_calls")
+        if message["role"] == "user" or (is_final and message["content"]):
+            return position + 1
+    return 0

@@ -1,0 +1,240 @@
+"""The Harmony vocabulary: found offline, loaded once a process, never at a request.
+
+o200k_base has 199,998 ordinary tokens; above them stand the control tokens of Harmony and ids
+that nothing uses, up to the model's 201,088 rows.
+"""
+
+import base64
+import gzip
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import openai_harmony
+
+from gptoss_harmony.types import InvalidChat
+
+VOCABULARY_FILE = "o200k_base.tiktoken"
+VOCABULARY_SHA256 = "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d"
+
+NUM_TOKENS = 201_088
+FIRST_CONTROL = 199_998
+END_OF_TEXT = 199_999
+RETURN = 200_002
+CONSTRAIN = 200_003
+CHANNEL = 200_005
+START = 200_006
+END = 200_007
+MESSAGE = 200_008
+CALL = 200_012
+STOP_TOKEN_IDS = (RETURN, CALL, END_OF_TEXT)
+
+# openai-harmony merges a run without a break in time quadratic in its bytes; runs longer than
+# this go to bpe-openai, whose encoder gives the same tokens in linear time.
+LONG_RUN = 512
+# The four separators below are white space to Python and none to the tokenizer's pattern.
+_SPACE, _INK = r"[^\S\x1c-\x1f]", r"[\S\x1c-\x1f]"
+_SHORT_RUNS = re.compile(
+    rf"(?:{_SPACE}{{1,{LONG_RUN}}}+(?!{_SPACE})|{_INK}{{1,{LONG_RUN}}}+(?!{_INK}))*+"
+)
+
+
+class VocabularyMissing(RuntimeError):
+    """No source holds the vocabulary: says which were tried, and what each lacked."""
+
+
+class Vocabulary:
+    """Text to ordinary tokens and back. Safe to share between threads."""
+
+    def __init__(self, encoding: openai_harmony.HarmonyEncoding) -> None:
+        self.encoding = encoding
+        # Lone bytes survive as surrogates, so that each token's exact bytes come back.
+        self.token_bytes: tuple[bytes, ...] = tuple(
+            encoding.decode([token_id], errors="surrogateescape").encode(errors="surrogateescape")
+            for token_id in range(NUM_TOKENS)
+        )
+        self._control_ids = {
+            self.token_bytes[token_id].decode(): token_id
+            for token_id in range(FIRST_CONTROL, NUM_TOKENS)
+        }
+        self._control_text = re.compile(
+            "(" + "|".join(re.escape(text) for text in self._control_ids) + ")"
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Ordinary tokens only: text that spells a control token stays text. Linear time."""
+        if len(text) > LONG_RUN and not _SHORT_RUNS.fullmatch(text):
+            return _linear_encoder()(text)
+        return self.encoding.encode(text, disallowed_special=())
+
+    def encode_raw(self, text: str) -> list[int]:
+        """Like `encode`, but text that spells a control token becomes that token."""
+        token_ids: list[int] = []
+        for piece in self._control_text.split(text):
+            control_id = self._control_ids.get(piece)
+            token_ids += self.encode(piece) if control_id is None else (control_id,)
+        return token_ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Every token as text, control tokens spelled out; broken UTF-8 becomes U+FFFD."""
+        return b"".join(self.token_bytes[token_id] for token_id in token_ids).decode(
+            errors="replace"
+        )
+
+
+@cache
+def _linear_encoder() -> Callable[[str], list[int]]:
+    try:
+        from bpe_openai import _bindings
+    except ImportError:
+        return _refuse_long_runs
+    return _bindings.tokenizer_for_encoding("o200k_base").encode
+
+
+def _refuse_long_runs(text: str) -> list[int]:
+    raise InvalidChat(
+        f"a text of {len(text)} characters has a run of more than {LONG_RUN} characters without "
+        "a break, whose encoding takes time quadratic in its length (the package bpe-openai, "
+        "which is not installed, lifts this limit)"
+    )
+
+
+_load_lock = threading.Lock()
+_loaded: Vocabulary | None = None
+
+
+def load(checkpoint_folder: Path | None = None) -> Vocabulary:
+    """The process's one vocabulary, loaded at the first call (0.4 s, 84 MB).
+
+    Every source holds the same file, proven by its hash, so later calls may name another folder.
+    Raises `VocabularyMissing` with all that was tried.
+    """
+    global _loaded
+    with _load_lock:
+        if _loaded is None:
+            _loaded = Vocabulary(_load_encoding(checkpoint_folder))
+        return _loaded
+
+
+def cache_folder() -> Path:
+    """Where converted files are kept: $XDG_CACHE_HOME/gptoss, else ~/.cache/gptoss."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "gptoss"
+
+
+def _load_encoding(checkpoint_folder: Path | None) -> openai_harmony.HarmonyEncoding:
+    tried: list[str] = []
+    for content in _contents(checkpoint_folder, tried):
+        with _folder_holding(content) as folder:
+            return _encoding_from(folder)
+    try:
+        return _encoding_from(None)
+    except openai_harmony.HarmonyError as error:
+        tried.append(f"openai-harmony's own download ({error})")
+    raise VocabularyMissing(
+        f"the Harmony vocabulary ({VOCABULARY_FILE}, sha256 {VOCABULARY_SHA256[:8]}…) was found "
+        "nowhere; tried " + "; ".join(tried)
+    )
+
+
+def _contents(checkpoint_folder: Path | None, tried: list[str]) -> Iterator[bytes]:
+    """The vocabulary file's bytes from each source that holds exactly them, best source first."""
+    sources: list[tuple[str, Callable[[], bytes]]] = []
+    folder = os.environ.get("TIKTOKEN_ENCODINGS_BASE")
+    if folder:
+        user_file = Path(folder) / VOCABULARY_FILE
+        sources.append((f"$TIKTOKEN_ENCODINGS_BASE ({user_file})", user_file.read_bytes))
+    else:
+        tried.append("$TIKTOKEN_ENCODINGS_BASE (not set)")
+    cached_file = cache_folder() / VOCABULARY_FILE
+    sources.append((f"the cache ({cached_file})", cached_file.read_bytes))
+    if checkpoint_folder is not None:
+        tokenizer = Path(checkpoint_folder) / "tokenizer.json"
+        sources.append((f"the checkpoint ({tokenizer})", lambda: _from_tokenizer_json(tokenizer)))
+    else:
+        tried.append("a checkpoint's tokenizer.json (no checkpoint given)")
+    sources.append(("the package bpe-openai", _from_bpe_openai))
+    for name, read in sources:
+        try:
+            content = read()
+        except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+            tried.append(f"{name} ({error})")
+            continue
+        if hashlib.sha256(content).hexdigest() == VOCABULARY_SHA256:
+            yield content
+        tried.append(f"{name} (another vocabulary: its sha256 differs)")
+
+
+def _from_tokenizer_json(path: Path) -> bytes:
+    """Hugging Face's byte-level vocabulary, written as tiktoken writes it."""
+    with path.open(encoding="utf-8") as file:
+        tokens: dict[str, int] = json.load(file)["model"]["vocab"]
+    byte_of = {character: byte for byte, character in enumerate(_byte_characters())}
+    lines = [
+        base64.b64encode(bytes(byte_of[character] for character in token)) + b" %d\n" % rank
+        for token, rank in sorted(tokens.items(), key=lambda item: item[1])
+        if rank < FIRST_CONTROL
+    ]
+    return b"".join(lines)
+
+
+def _byte_characters() -> list[str]:
+    """The printable character that stands for each byte in a byte-level tokenizer.json."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    stand_ins = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(stand_ins)) for byte in range(0x100)]
+
+
+def _from_bpe_openai() -> bytes:
+    # The package itself is not imported: that costs half a second for a file.
+    spec = importlib.util.find_spec("bpe_openai")
+    if spec is None or not spec.submodule_search_locations:
+        raise LookupError("not installed")
+    path = Path(spec.submodule_search_locations[0]) / "data" / f"{VOCABULARY_FILE}.gz"
+    return gzip.decompress(path.read_bytes())
+
+
+@contextmanager
+def _folder_holding(content: bytes) -> Iterator[Path]:
+    """A folder with the vocabulary file: the cache, or a passing one where it cannot be written."""
+    target = cache_folder() / VOCABULARY_FILE
+    try:
+        if not (target.is_file() and target.read_bytes() == content):
+            _write_atomically(target, content)
+        yield target.parent
+        return
+    except OSError:
+        pass
+    with tempfile.TemporaryDirectory(prefix="gptoss-vocabulary-") as folder:
+        (Path(folder) / VOCABULARY_FILE).write_bytes(content)
+        yield Path(folder)
+
+
+def _write_atomically(target: Path, content: bytes) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as file:
+        file.write(content)
+    os.replace(file.name, target)
+
+
+def _encoding_from(folder: Path | None) -> openai_harmony.HarmonyEncoding:
+    """openai-harmony's encoding; it learns the file's folder from the environment alone."""
+    variable = "TIKTOKEN_ENCODINGS_BASE"
+    before: Any = os.environ.pop(variable, None)
+    try:
+        if folder is not None:
+            os.environ[variable] = str(folder)
+        return openai_harmony.load_harmony_encoding("HarmonyGptOss")
+    finally:
+        os.environ.pop(variable, None)
+        if before is not None:
+            os.environ[variable] = before
