@@ -18,6 +18,7 @@ from gptoss_engine.decoding import Decoder
 from gptoss_engine.decoding.plain import PlainDecoder
 from gptoss_engine.model_config import ModelConfig
 from gptoss_engine.page_pool import PagePool
+from gptoss_engine.runner import load_runner
 from gptoss_engine.scheduler import Scheduler
 from gptoss_engine.sequence import ScheduledStep, Sequence, StepOutput
 from gptoss_engine.types import (
@@ -392,8 +393,6 @@ class EngineLoop:
 
 def load_engine_loop(config: EngineConfig) -> EngineLoop:
     """The whole engine for a configuration: weights loaded, cache allocated, thread running."""
-    from gptoss_engine.runner import load_runner
-
     return EngineLoop(Engine(config, load_runner(config)))
 
 

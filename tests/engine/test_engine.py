@@ -1,0 +1,611 @@
+import queue
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from gptoss_engine.config import EngineConfig, InvalidConfig
+from gptoss_engine.engine import Engine, EngineLoop
+from gptoss_engine.sequence import ScheduledStep
+from gptoss_engine.types import InvalidRequest, TokenChunk, Unavailable
+
+from .fakes import Clock, FakeRunner, answer, fake_engine, request
+
+SECONDS = 30  # A limit for what should take milliseconds.
+
+
+def run_to_end(engine: Engine) -> list[TokenChunk]:
+    chunks: list[TokenChunk] = []
+    while engine.has_work:
+        chunks += engine.step()
+    return chunks
+
+
+def tokens_of(chunks: list[TokenChunk], generation_id: str) -> tuple[int, ...]:
+    return tuple(t for c in chunks if c.generation_id == generation_id for t in c.token_ids)
+
+
+def clock_of(engine: Engine) -> Clock:
+    clock = engine._clock
+    assert isinstance(clock, Clock)
+    return clock
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "sampling", "sentence"),
+    [
+        ((), {}, "token_ids must hold at least 1 token, got none"),
+        ((5, 97), {}, "token_ids must be in [0, 96], got 97 at index 1"),
+        ((-1, 5), {}, "token_ids must be in [0, 96], got -1 at index 0"),
+        (
+            (5,),
+            {"stop_token_ids": [96, 97]},
+            "stop_token_ids must be in [0, 96], got 97 at index 1",
+        ),
+        (
+            (5,) * 64,
+            {},
+            "token_ids must hold at most 63 tokens, so that max_model_len (64) leaves one to "
+            "generate, got 64",
+        ),
+    ],
+)
+def test_what_can_never_run_is_refused_in_words(
+    token_ids: tuple[int, ...], sampling: dict[str, Any], sentence: str
+) -> None:
+    engine = fake_engine()
+    with pytest.raises(InvalidRequest) as refused:
+        engine.add(request("a", token_ids, **sampling))
+    assert str(refused.value) == sentence
+    assert not engine.has_work
+
+
+def test_a_prompt_that_the_cache_can_never_hold_is_refused() -> None:
+    engine = fake_engine(FakeRunner(num_pages=5))
+    with pytest.raises(InvalidRequest) as refused:
+        engine.add(request("a", (5,) * 20))
+    assert str(refused.value) == (
+        "token_ids must hold at most 19 tokens, so that the KV cache (20 tokens) can ever hold "
+        "them and one generated, got 20"
+    )
+    engine.add(request("a", (5,) * 19, ignore_eos=True))
+    chunks = run_to_end(engine)
+    assert (len(tokens_of(chunks, "a")), chunks[-1].finish_reason) == (1, "length")
+
+
+def test_a_cache_that_holds_nothing_is_refused() -> None:
+    with pytest.raises(InvalidConfig, match=r"num_pages \(1\) of page_size 1 hold 1 tokens"):
+        fake_engine(FakeRunner(page_size=1, num_pages=1))
+
+
+def test_an_open_generation_id_is_refused_and_a_finished_one_is_free() -> None:
+    engine = fake_engine()
+    engine.add(request("a"))
+    with pytest.raises(InvalidRequest, match="generation_id must be unique, got 'a'"):
+        engine.add(request("a"))
+    run_to_end(engine)
+    engine.add(request("a"))
+
+
+@pytest.mark.parametrize(
+    ("given", "default", "resolved"),
+    [(5, 0, 5), (5, 9, 5), (None, 9, 9), (None, 0, 61), (None, 99, 61), (1000, 9, 61)],
+)
+def test_max_tokens_is_the_requests_the_default_or_what_the_context_leaves(
+    given: int | None, default: int, resolved: int
+) -> None:
+    engine = fake_engine(default_max_tokens=default)
+    sequence = engine.prepare(request("a", max_tokens=given, ignore_eos=True))
+    assert sequence.max_tokens == resolved
+    engine.admit(sequence)
+    chunks = run_to_end(engine)
+    assert (len(tokens_of(chunks, "a")), chunks[-1].finish_reason) == (resolved, "length")
+
+
+def test_a_seed_is_drawn_unless_given() -> None:
+    engine = fake_engine()
+    assert engine.prepare(request("a", seed=7)).seed == 7
+    drawn = {engine.prepare(request("a", seed=None)).seed for _ in range(4)}
+    assert len(drawn) == 4
+    assert all(0 <= seed < 2**64 for seed in drawn)
+
+
+def test_the_checkpoints_end_tokens_stop_unless_ignored() -> None:
+    engine = fake_engine()
+    eos = engine.runner.model_config.eos_token_ids
+    assert engine.prepare(request("a")).stop_token_ids == eos
+    assert engine.prepare(request("a", ignore_eos=True)).stop_token_ids == frozenset()
+
+
+def test_min_tokens_holds_the_end_back() -> None:
+    engine = fake_engine()
+    everything = [*range(90)]
+    engine.add(request("a", stop_token_ids=everything, min_tokens=0))
+    engine.add(request("b", stop_token_ids=everything, min_tokens=6))
+    chunks = run_to_end(engine)
+    assert len(tokens_of(chunks, "a")) == 1
+    assert len(tokens_of(chunks, "b")) >= 7
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("num_pages", [9, 64])
+@pytest.mark.parametrize("max_num_batched_tokens", [4, 7, 200])
+def test_an_answer_does_not_depend_on_company_chunks_or_preemption(
+    temperature: int, num_pages: int, max_num_batched_tokens: int
+) -> None:
+    engine = fake_engine(
+        FakeRunner(num_pages=num_pages, sliding_window=6),
+        max_num_batched_tokens=max_num_batched_tokens,
+    )
+    draw = random.Random(0)
+    expected: dict[str, tuple[int, ...]] = {}
+    for index in range(12):
+        prompt = tuple(draw.choices(range(97), k=draw.randint(1, 20)))
+        sequence = engine.prepare(
+            request(f"{index}", prompt, temperature=temperature, seed=index, max_tokens=16)
+        )
+        expected[f"{index}"], _ = answer(sequence, 6)
+        engine.admit(sequence)
+    chunks = run_to_end(engine)
+    assert {name: tokens_of(chunks, name) for name in expected} == expected
+    stats = engine.stats()
+    assert (stats.num_preemptions > 0) == (num_pages == 9)
+    assert (stats.num_used_pages, stats.num_used_window_pages) == (0, 0)
+
+
+def test_a_request_without_a_deadline_gets_the_default_one() -> None:
+    engine = fake_engine(default_timeout_seconds=5, max_num_seqs=1)
+    engine.add(request("default", max_tokens=50, ignore_eos=True))
+    engine.add(request("longer", deadline=110.0))
+    engine.add(request("late", deadline=99.0))
+    chunks = engine.step()
+    assert [(c.generation_id, c.finish_reason) for c in chunks] == [
+        ("late", "abort"),
+        ("default", None),
+    ]
+    clock_of(engine).now += 5
+    chunks = engine.step()
+    assert (chunks[0].generation_id, chunks[0].finish_reason) == ("default", "abort")
+    assert "the deadline, 5.000 s after the request's arrival, has passed" in chunks[0].error
+    assert chunks[1].generation_id == "longer"
+
+
+def test_deadlines_alone_need_no_forward_pass() -> None:
+    runner = FakeRunner(on_run=lambda step: pytest.fail("nothing was left to run"))
+    engine = fake_engine(runner)
+    engine.add(request("a", deadline=100.0))
+    assert [chunk.finish_reason for chunk in engine.step()] == ["abort"]
+    assert engine.step() == []
+
+
+def test_a_failed_step_ends_everybody_and_the_engine() -> None:
+    def fail_at_a_decode(step: ScheduledStep) -> None:
+        if step.items[0].sequence.num_output_tokens:
+            raise RuntimeError("the device is gone")
+
+    engine = fake_engine(FakeRunner(on_run=fail_at_a_decode), max_num_seqs=2)
+    for name in ("decoding", "prefilling", "waiting"):
+        engine.add(request(name, (1,) * (2 if name == "decoding" else 20), max_tokens=9))
+    engine.add(request("late", deadline=101.0))
+    assert not engine.is_broken
+    engine.step()
+    clock_of(engine).now += 1
+    chunks = engine.step()
+    sentence = "the engine failed: RuntimeError: the device is gone"
+    assert [(c.generation_id, c.finish_reason, c.token_ids) for c in chunks] == [
+        ("late", "abort", ()),
+        ("decoding", "error", ()),
+        ("prefilling", "error", ()),
+        ("waiting", "error", ()),
+    ]
+    assert {chunk.error for chunk in chunks[1:]} == {sentence}
+    assert engine.is_broken
+    assert engine.step() == []
+    with pytest.raises(Unavailable, match=sentence):
+        engine.add(request("next"))
+    stats = engine.stats()
+    assert (stats.num_used_pages, stats.num_used_window_pages, stats.num_running) == (0, 0, 0)
+    assert stats.num_finished == {"abort": 1, "error": 3}
+
+
+def test_stats_say_what_is_going_on() -> None:
+    engine = fake_engine(max_num_seqs=1)
+    engine.add(request("a", (1, 2, 3, 4, 5), max_tokens=3, ignore_eos=True))
+    engine.add(request("b", (1, 2), max_tokens=3))
+    engine.step()
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_waiting_tokens) == (1, 1, 2)
+    assert (stats.num_used_pages, stats.num_pages) == (2, 64)
+    assert (stats.num_used_window_pages, stats.num_window_pages) == (2, 64)
+    assert (stats.num_prompt_tokens, stats.num_generated_tokens) == (5, 1)
+    assert stats.num_finished == {}
+    assert engine.abort("b") is not None
+    run_to_end(engine)
+    later = engine.stats()
+    assert (later.num_running, later.num_waiting, later.num_used_pages) == (0, 0, 0)
+    assert (later.num_prompt_tokens, later.num_generated_tokens) == (5, 3)
+    assert later.num_finished == {"length": 1, "abort": 1}
+    assert stats.num_finished == {}, "what was read stays as it was"
+
+
+class Client:
+    """Keeps what a generation was told; `final` waits for its end."""
+
+    def __init__(self) -> None:
+        self.chunks: list[TokenChunk] = []
+        self._inbox: queue.SimpleQueue[TokenChunk] = queue.SimpleQueue()
+
+    def __call__(self, chunk: TokenChunk) -> None:
+        self._inbox.put(chunk)
+
+    def next(self) -> TokenChunk:
+        self.chunks.append(self._inbox.get(timeout=SECONDS))
+        return self.chunks[-1]
+
+    def final(self) -> TokenChunk:
+        while not self.next().finish_reason:
+            pass
+        return self.chunks[-1]
+
+    @property
+    def has_more(self) -> bool:
+        return not self._inbox.empty()
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(token_id for chunk in self.chunks for token_id in chunk.token_ids)
+
+
+class Gate:
+    """Holds each step until it is let through, so that a test knows where the loop stands."""
+
+    def __init__(self) -> None:
+        self.is_reached = threading.Semaphore(0)
+        self.is_open = threading.Semaphore(0)
+        self.error: Exception | None = None
+
+    def __call__(self, step: ScheduledStep) -> None:
+        self.is_reached.release()
+        assert self.is_open.acquire(timeout=SECONDS)
+        if self.error:
+            raise self.error
+
+    def wait(self) -> None:
+        assert self.is_reached.acquire(timeout=SECONDS)
+
+    def let(self, num_steps: int = 1) -> None:
+        self.is_open.release(num_steps)
+
+
+@contextmanager
+def running(engine: Engine) -> Iterator[EngineLoop]:
+    loop = EngineLoop(engine)
+    try:
+        yield loop
+    finally:
+        loop.stop()
+        assert not loop._thread.is_alive()
+        assert loop._open == {}
+        stats = loop.stats
+        assert (stats.num_waiting, stats.num_running) == (0, 0)
+        assert (stats.num_used_pages, stats.num_used_window_pages) == (0, 0)
+
+
+def submit(loop: EngineLoop, generation_id: str, **sampling: Any) -> Client:
+    client = Client()
+    loop.submit(request(generation_id, **sampling), client)
+    return client
+
+
+FOREVER: dict[str, Any] = {"max_tokens": 61, "ignore_eos": True}
+
+
+def test_the_loop_answers_as_the_engine_does() -> None:
+    alone = fake_engine()
+    alone.add(request("a", max_tokens=20))
+    expected = run_to_end(alone)
+    with running(fake_engine()) as loop:
+        for name in "ab":
+            client = submit(loop, "a", max_tokens=20)
+            client.final()
+            assert client.chunks == expected, name
+            assert not client.has_more
+
+
+def test_a_refused_request_raises_where_it_was_submitted_and_hears_nothing() -> None:
+    with running(fake_engine()) as loop:
+        client = Client()
+        with pytest.raises(InvalidRequest, match="at least 1 token"):
+            loop.submit(request("a", ()), client)
+        assert submit(loop, "a", max_tokens=1).final().finish_reason
+        assert not client.has_more
+
+
+def test_an_open_generation_id_is_refused_by_the_loop_too() -> None:
+    gate = Gate()
+    with running(fake_engine(FakeRunner(on_run=gate))) as loop:
+        client = submit(loop, "a", max_tokens=1)
+        with pytest.raises(InvalidRequest, match="generation_id must be unique, got 'a'"):
+            submit(loop, "a")
+        gate.let()
+        client.final()
+
+
+def test_abort_ends_a_running_a_waiting_and_a_just_arrived_generation() -> None:
+    gate = Gate()
+    with running(fake_engine(FakeRunner(on_run=gate), max_num_seqs=1)) as loop:
+        active = submit(loop, "running", **FOREVER)
+        gate.wait()
+        waiting = submit(loop, "waiting", **FOREVER)
+        gate.let()
+        gate.wait()
+        arrived = submit(loop, "arrived", **FOREVER)
+        last = submit(loop, "last", max_tokens=1)
+        for name in ("running", "waiting", "arrived", "running", "unknown"):
+            loop.abort(name, "the client left")
+        gate.let(2)
+        for client, num_tokens in ((active, 2), (waiting, 0), (arrived, 0)):
+            final = client.final()
+            assert (final.finish_reason, final.error) == ("abort", "the client left")
+            assert (len(client.token_ids), client.has_more) == (num_tokens, False)
+        assert last.final().finish_reason == "length"
+
+
+def test_an_abort_that_comes_too_late_changes_nothing() -> None:
+    gate = Gate()
+    with running(fake_engine(FakeRunner(on_run=gate))) as loop:
+        client = submit(loop, "a", max_tokens=1)
+        gate.wait()
+        loop.abort("a")
+        gate.let()
+        assert client.final().finish_reason == "length"
+        loop.abort("a")
+        again = submit(loop, "a", max_tokens=1)
+        gate.let()
+        assert again.final().finish_reason == "length"
+        assert not client.has_more
+
+
+def test_the_queues_limits_refuse_with_unavailable() -> None:
+    gate = Gate()
+    engine = fake_engine(
+        FakeRunner(on_run=gate), max_num_seqs=1, max_waiting_requests=2, max_waiting_tokens=9
+    )
+    with running(engine) as loop:
+        clients = [submit(loop, "a", max_tokens=1)]
+        gate.wait()
+        clients += [submit(loop, name, max_tokens=1) for name in "bc"]
+        with pytest.raises(Unavailable, match=r"as many as max_waiting_requests \(2\) allows"):
+            submit(loop, "d")
+        gate.let()
+        gate.wait()
+        with pytest.raises(Unavailable, match=r"4 more would exceed max_waiting_tokens \(9\)"):
+            loop.submit(request("d", (1, 2, 3, 4)), Client())
+        clients.append(submit(loop, "d", max_tokens=1))
+        gate.let(3)
+        assert [client.final().finish_reason for client in clients] == ["length"] * 4
+
+
+def test_one_long_prompt_may_wait_whatever_the_token_limit() -> None:
+    with running(fake_engine(max_waiting_tokens=2, max_waiting_requests=0)) as loop:
+        assert submit(loop, "a", max_tokens=1).final().finish_reason == "length"
+
+
+def test_the_deadline_of_a_waiting_request_fires() -> None:
+    gate = Gate()
+    engine = fake_engine(FakeRunner(on_run=gate), max_num_seqs=1)
+    with running(engine) as loop:
+        active = submit(loop, "a", max_tokens=2, ignore_eos=True)
+        gate.wait()
+        waiting = Client()
+        loop.submit(request("b", deadline=105.0), waiting)
+        clock_of(engine).now = 105.0
+        gate.let(2)
+        assert waiting.final().finish_reason == "abort"
+        assert "the deadline, 5.000 s" in waiting.chunks[-1].error
+        assert active.final().finish_reason == "length"
+
+
+def test_drain_lets_the_open_ones_end_and_refuses_new_ones() -> None:
+    gate = Gate()
+    with running(fake_engine(FakeRunner(on_run=gate), max_num_seqs=1)) as loop:
+        clients = [submit(loop, name, max_tokens=2, ignore_eos=True) for name in "ab"]
+        gate.wait()
+        drained: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        thread = threading.Thread(target=lambda: drained.put(loop.drain(SECONDS)))
+        thread.start()
+        refuse_from_now_on(loop)
+        with pytest.raises(Unavailable, match="draining"):
+            submit(loop, "c")
+        gate.let(4)
+        assert drained.get(timeout=SECONDS)
+        thread.join()
+        for client in clients:
+            assert client.has_more, "all is delivered before drain returns"
+            assert client.final().finish_reason == "length"
+            assert len(client.token_ids) == 2
+
+
+def refuse_from_now_on(loop: EngineLoop) -> None:
+    """Wait until the loop's door is shut."""
+    with loop._condition:
+        loop._condition.wait_for(lambda: loop._refusal, SECONDS)
+
+
+def test_drain_cuts_at_its_limit() -> None:
+    with running(fake_engine(FakeRunner(max_model_len=8000, num_pages=2000))) as loop:
+        client = submit(loop, "a", max_tokens=7000, ignore_eos=True)
+        client.next()
+        assert not loop.drain(0.0)
+        assert loop.drain(0.0), "nothing is open any more"
+        assert client.final().finish_reason == "abort"
+        assert client.chunks[-1].error == (
+            "the engine is shutting down and waited 0 s for this generation"
+        )
+
+
+def test_stop_ends_what_is_open_and_what_only_just_arrived() -> None:
+    gate = Gate()
+    with running(fake_engine(FakeRunner(on_run=gate), max_num_seqs=1)) as loop:
+        clients = [submit(loop, "a", **FOREVER)]
+        gate.wait()
+        clients += [submit(loop, name, **FOREVER) for name in "bc"]
+        stopper = threading.Thread(target=loop.stop)
+        stopper.start()
+        refuse_from_now_on(loop)
+        gate.let()
+        stopper.join()
+        for client in clients:
+            assert client.final().finish_reason == "abort"
+            assert client.chunks[-1].error == "the engine is stopped"
+            assert client.chunks[-1].num_prompt_tokens == 3
+            assert not client.has_more
+        with pytest.raises(Unavailable, match="stopped"):
+            submit(loop, "d")
+        assert not loop.is_broken
+
+
+def test_a_broken_engine_tells_everybody_and_takes_nobody() -> None:
+    gate = Gate()
+    gate.error = RuntimeError("the device is gone")
+    with running(fake_engine(FakeRunner(on_run=gate), max_num_seqs=1)) as loop:
+        clients = [submit(loop, "a")]
+        gate.wait()
+        clients += [submit(loop, name) for name in "bc"]
+        assert not loop.is_broken
+        gate.let()
+        for client in clients:
+            final = client.final()
+            assert final.finish_reason == "error"
+            assert final.error == "the engine failed: RuntimeError: the device is gone"
+            assert final.num_prompt_tokens == 3
+            assert not client.has_more
+        assert loop.is_broken
+        with pytest.raises(Unavailable, match="the device is gone"):
+            submit(loop, "d")
+        assert loop.drain(SECONDS)
+
+
+def test_a_bug_of_our_own_is_a_broken_engine_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = fake_engine()
+    monkeypatch.setattr(engine.scheduler, "schedule", lambda: 1 / 0)
+    with running(engine) as loop:
+        final = submit(loop, "a").final()
+        assert (final.finish_reason, loop.is_broken) == ("error", True)
+        assert "ZeroDivisionError" in final.error
+
+
+def test_even_a_loop_that_dies_says_so_to_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate()
+    engine = fake_engine(FakeRunner(on_run=gate))
+    loop = EngineLoop(engine)
+    client = submit(loop, "a", **FOREVER)
+    gate.wait()
+    monkeypatch.setattr(engine, "step", lambda: 1 / 0)
+    gate.let()
+    assert client.final().finish_reason == "error"
+    assert loop.is_broken
+    loop.stop()
+
+
+def test_a_callback_that_raises_costs_only_its_own_generation() -> None:
+    class Bad(Client):
+        def __call__(self, chunk: TokenChunk) -> None:
+            super().__call__(chunk)
+            raise RuntimeError("not my day")
+
+    gate = Gate()
+    with running(fake_engine(FakeRunner(on_run=gate))) as loop:
+        good = submit(loop, "good", max_tokens=4, ignore_eos=True)
+        bad = Bad()
+        loop.submit(request("bad", **FOREVER), bad)
+        gate.let(6)
+        assert good.final().finish_reason == "length"
+        bad.next()
+        assert not bad.has_more
+        assert loop.drain(SECONDS)
+
+
+def test_stats_count_who_has_only_just_arrived() -> None:
+    gate = Gate()
+    with running(fake_engine(FakeRunner(on_run=gate))) as loop:
+        clients = [submit(loop, "a", max_tokens=1)]
+        gate.wait()
+        clients += [submit(loop, name, max_tokens=1) for name in "bc"]
+        waiting_in_engine = loop._stats.num_waiting
+        assert loop.stats.num_waiting == waiting_in_engine + 2
+        gate.let(3)
+        for client in clients:
+            client.final()
+        assert loop.drain(SECONDS)
+        assert loop.stats.num_waiting == 0
+        assert loop.stats.num_finished == {"length": 3}
+
+
+@pytest.mark.parametrize("ending", ["drain", "stop", "failure"])
+def test_traffic_from_many_threads_ends_exactly_once_each(ending: str) -> None:
+    runner = FakeRunner(num_pages=12, num_window_pages=14)
+    if ending == "failure":
+        runner.on_run = failing_after(150)
+    engine = Engine(EngineConfig(page_size=4, max_num_seqs=6, max_num_batched_tokens=12), runner)
+    answers: dict[str, tuple[tuple[int, ...], str]] = {}
+    clients: dict[str, Client] = {}
+
+    def user(loop: EngineLoop, number: int) -> None:
+        draw = random.Random(number)
+        for index in range(25):
+            name = f"{number}.{index}"
+            prompt = tuple(draw.choices(range(97), k=draw.randint(1, 12)))
+            one = request(name, prompt, max_tokens=draw.randint(1, 20), seed=index)
+            client = Client()
+            try:
+                loop.submit(one, client)
+            except Unavailable:
+                return
+            answers[name] = answer(engine.prepare(one), runner.sliding_window)
+            clients[name] = client
+            fate = draw.random()
+            if fate < 0.3:
+                for _ in range(draw.randint(0, 3)):
+                    if client.next().finish_reason:
+                        break
+                loop.abort(name)
+            elif fate < 0.6:
+                client.final()
+
+    with running(engine) as loop:
+        users = [threading.Thread(target=user, args=(loop, number)) for number in range(6)]
+        for thread in users:
+            thread.start()
+        if ending == "stop":
+            loop.stop()
+        for thread in users:
+            thread.join(SECONDS)
+            assert not thread.is_alive()
+        assert loop.drain(SECONDS)
+
+    for name, client in clients.items():
+        if not (client.chunks and client.chunks[-1].finish_reason):
+            client.final()
+        assert not client.has_more
+        assert [bool(c.finish_reason) for c in client.chunks[:-1]] == [False] * (
+            len(client.chunks) - 1
+        )
+        tokens, reason = answers[name]
+        assert client.token_ids == tokens[: len(client.token_ids)]
+        if client.chunks[-1].finish_reason in ("stop", "length"):
+            assert (client.token_ids, client.chunks[-1].finish_reason) == (tokens, reason)
+    if ending == "drain":
+        assert len(clients) == 150
+
+
+def failing_after(num_steps: int) -> Callable[[ScheduledStep], None]:
+    left = iter(range(num_steps))
+
+    def on_run(step: ScheduledStep) -> None:
+        if next(left, None) is None:
+            raise RuntimeError("the device is gone")
+
+    return on_run
