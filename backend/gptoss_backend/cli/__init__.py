@@ -1,0 +1,42 @@
+"""The command `gptoss`: one module a subcommand. Errors are sentences on stderr.
+
+Exit codes: 0 done, 1 it failed, 2 wrong usage or configuration, 130 interrupted.
+"""
+
+import sys
+
+import typer
+from gptoss_engine.config import InvalidConfig
+from gptoss_engine.types import InvalidRequest
+
+from gptoss_backend.cli.chat import chat
+from gptoss_backend.cli.errors import CommandFailed
+from gptoss_backend.cli.generate import generate
+from gptoss_backend.cli.inspect import inspect
+from gptoss_backend.cli.serve import serve
+from gptoss_backend.server import ServerError
+
+app = typer.Typer(
+    help="gpt-oss on tritonserver, with Harmony in and out.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for command in (serve, chat, generate, inspect):
+    app.command()(command)
+
+
+def main() -> None:
+    try:
+        app()
+    except (CommandFailed, ServerError) as error:
+        _exit(error, 1)
+    except (InvalidConfig, InvalidRequest) as error:
+        _exit(error, 2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _exit(error: Exception, code: int) -> None:
+    print(f"gptoss: {error}", file=sys.stderr)  # noqa: T201
+    sys.exit(code)

@@ -1,0 +1,67 @@
+"""Every configuration key as a flag, and --config FILE: the same for all commands that run it."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import typer
+from gptoss_engine.config import EngineConfig, InvalidConfig, read_config_file
+
+_PANEL = "Engine configuration (flags win over --config)"
+
+
+def with_engine_config(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace the parameter `config: EngineConfig` of a command by one flag for each key of it."""
+    own = [each for each in inspect.signature(command).parameters.values() if each.name != "config"]
+    keys = [field.name for field in fields(EngineConfig)]
+
+    @wraps(command)
+    def run(**values: Any) -> None:
+        given = {key: values.pop(key) for key in keys}
+        given = {key: value for key, value in given.items() if value is not None}
+        path = values.pop("config")
+        from_file = {} if path is None else read_config_file(path)
+        command(**values, config=_resolved(EngineConfig.from_mapping({**from_file, **given})))
+
+    file = Annotated[
+        Path | None,
+        typer.Option(help="A .toml or .json file with these keys.", rich_help_panel=_PANEL),
+    ]
+    parameters = [*own, _keyword("config", file), *map(_flag, fields(EngineConfig))]
+    run.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    return run
+
+
+def _keyword(name: str, annotation: Any) -> inspect.Parameter:
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
+    )
+
+
+def _flag(field: Any) -> inspect.Parameter:
+    choices = get_args(field.type) if get_origin(field.type) is Literal else None
+    option = typer.Option(
+        help=f"Default: {str(field.default).lower() if field.type is bool else field.default}",
+        metavar="|".join(choices) if choices else None,
+        show_default=False,
+        rich_help_panel=_PANEL,
+    )
+    # A choice stays text here: EngineConfig refuses it in its own words.
+    kind = str if choices else field.type
+    return _keyword(field.name, Annotated[kind | None, option])
+
+
+def _resolved(config: EngineConfig) -> EngineConfig:
+    """With the model's folder absolute, since the server's processes may run elsewhere."""
+    if config.model == "demo":
+        return config
+    folder = Path(config.model).expanduser()
+    if not folder.is_dir():
+        raise InvalidConfig(
+            f"model must be a checkpoint folder or 'demo', got {config.model!r}: no such folder"
+        )
+    return replace(config, model=str(folder.resolve()))

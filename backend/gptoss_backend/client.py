@@ -1,0 +1,126 @@
+"""A streaming client of the ensemble `gpt_oss` over gRPC, as `gptoss chat` uses it."""
+
+import json
+import queue
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from tritonclient import grpc as tritonclient
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+
+_NUMPY_TYPES = {bool: np.bool_, int: np.int32, float: np.float32}
+
+
+class RequestFailed(RuntimeError):
+    """The server refused or failed a request: its own sentence. `code` as gRPC names it."""
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A piece of a tool call; id and name are empty but on the first piece."""
+
+    index: int
+    call_id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatResponse:
+    """One response of the ensemble. finish_reason is empty on all but the last."""
+
+    text: str
+    reasoning: str
+    tool_calls: tuple[ToolCallDelta, ...]
+    finish_reason: str
+    outputs: Mapping[str, Any] = field(repr=False)
+    """Every output by name: text decoded, numbers as they are."""
+
+
+class ChatClient:
+    """One connection to a server at `url` (host:port of gRPC); one request at a time."""
+
+    def __init__(self, url: str) -> None:
+        self._client = tritonclient.InferenceServerClient(url)
+
+    def __enter__(self) -> "ChatClient":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+
+    def ask(self, **fields: Any) -> Generator[ChatResponse, None, None]:
+        """Stream the answer to one request; `fields` are the ensemble's inputs by name.
+
+        Closing the iterator before its end cancels the request: the engine stops within moments.
+        """
+        arrivals: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+        self._client.start_stream(lambda result, error: arrivals.put((result, error)))
+        is_over = False
+        try:
+            self._client.async_stream_infer(
+                "gpt_oss",
+                [_tensor(name, value) for name, value in {"stream": True, **fields}.items()],
+                enable_empty_final_response=True,
+            )
+            while not is_over:
+                result, error = arrivals.get()
+                if error is not None:
+                    is_over = True
+                    raise _failure(error)
+                response = result.get_response()
+                is_over = response.parameters["triton_final_response"].bool_param
+                if response.outputs:
+                    yield _decoded(result)
+        finally:
+            self._client.stop_stream(cancel_requests=not is_over)
+
+
+def _failure(error: InferenceServerException) -> RequestFailed:
+    status = str(error.status() or "")
+    return RequestFailed(error.message() or str(error), status.removeprefix("StatusCode."))
+
+
+def _tensor(name: str, value: Any) -> tritonclient.InferInput:
+    if isinstance(value, (str, bytes)):
+        array = np.array([value.encode() if isinstance(value, str) else value], dtype=np.object_)
+    elif isinstance(value, Sequence):
+        array = np.array([item.encode() for item in value], dtype=np.object_)
+    elif name == "seed":
+        array = np.array([value], dtype=np.uint64)
+    else:
+        array = np.array([value], dtype=_NUMPY_TYPES[type(value)])
+    tensor = tritonclient.InferInput(name, array.shape, np_to_triton_dtype(array.dtype))
+    tensor.set_data_from_numpy(array)
+    return tensor
+
+
+def _decoded(result: tritonclient.InferResult) -> ChatResponse:
+    outputs: dict[str, Any] = {}
+    for output in result.get_response().outputs:
+        array = result.as_numpy(output.name)
+        assert array is not None
+        value = array.reshape(-1)[0]
+        outputs[output.name] = value.decode() if isinstance(value, bytes) else value.item()
+    calls = [
+        ToolCallDelta(
+            index=call["index"],
+            call_id=call.get("id", ""),
+            name=call.get("function", {}).get("name", ""),
+            arguments=call.get("function", {}).get("arguments", ""),
+        )
+        for call in json.loads(outputs["tool_calls"])
+    ]
+    return ChatResponse(
+        text=outputs["text_output"],
+        reasoning=outputs["reasoning_output"],
+        tool_calls=tuple(calls),
+        finish_reason=outputs["finish_reason"],
+        outputs=outputs,
+    )

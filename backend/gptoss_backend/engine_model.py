@@ -1,0 +1,208 @@
+"""The Triton model `gpt_oss_engine`: tensors in, token ids out, over an EngineLoop.
+
+Each request becomes one generation with an id minted here (client ids are often empty, and
+repeat). What is wrong with a request is answered at once with a code; once admitted, a failure
+travels as data (finish_reason "error"), because an error in the middle of a stream reaches an
+ensemble's client without an end.
+
+Two requests carry no prompt: input `abort` ends a generation (postprocess sends it when its client
+has left), and the parameter `drain` with the key of the process that started this server refuses
+new requests and is answered when the last generation has ended.
+"""
+
+import json
+import logging
+import os
+import sys
+import threading
+import time
+import uuid
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils  # pyright: ignore[reportMissingImports]
+from gptoss_engine.config import EngineConfig
+from gptoss_engine.engine import load_engine_loop
+from gptoss_engine.types import (
+    GenerationRequest,
+    InvalidRequest,
+    SamplingParams,
+    TokenChunk,
+    Unavailable,
+    Unsupported,
+)
+
+from gptoss_backend.metrics import EngineMetrics, Finished
+from gptoss_backend.server import CONTROL_KEY_VARIABLE
+from gptoss_backend.streams import Stream, StreamResponse, Streams
+
+_METRICS_SECONDS = 0.25
+_LAST_WORDS_SECONDS = 5.0
+_FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+logger = logging.getLogger(__name__)
+
+
+class TritonPythonModel:
+    def initialize(self, args: dict[str, str]) -> None:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+        parameters = json.loads(args["model_config"]).get("parameters", {})
+        config = EngineConfig.from_mapping(
+            {name: value["string_value"] for name, value in parameters.items()}
+        )
+        self._default_timeout_seconds = config.default_timeout_seconds
+        self._control_key = os.environ.get(CONTROL_KEY_VARIABLE)
+        self._engine = load_engine_loop(config)
+        self._metrics = EngineMetrics(pb_utils)
+        self._streams = Streams(config.stream_interval, self._engine.abort, self._record)
+        self._stopped = threading.Event()
+        self._reporter = threading.Thread(target=self._report, name="metrics", daemon=True)
+        self._reporter.start()
+
+    def execute(self, requests: list[Any]) -> None:
+        for request in requests:
+            sender = request.get_response_sender()
+            try:
+                self._handle(request, sender)
+            except Unsupported as error:
+                _refuse(sender, error, pb_utils.TritonError.UNSUPPORTED)
+            except InvalidRequest as error:
+                _refuse(sender, error, pb_utils.TritonError.INVALID_ARG)
+            except Unavailable as error:
+                _refuse(sender, error, pb_utils.TritonError.UNAVAILABLE)
+            except Exception as error:
+                logger.exception("request failed before admission")
+                _refuse(sender, error, pb_utils.TritonError.INTERNAL)
+
+    def finalize(self) -> None:
+        self._engine.stop()
+        self._streams.close()
+        self._stopped.set()
+        self._reporter.join()
+
+    def _handle(self, request: Any, sender: Any) -> None:
+        inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+        if "abort" in inputs:
+            self._engine.abort(_text("abort", inputs["abort"]))
+            sender.send(flags=_FINAL)
+            return
+        parameters = json.loads(request.parameters() or "{}")
+        if "drain" in parameters:
+            self._drain(sender, **parameters)
+            return
+        if "input_ids" not in inputs:
+            raise InvalidRequest("input_ids must be given: the token ids of the prompt")
+        timeout_seconds = request.timeout() / 1e6 or self._default_timeout_seconds
+        generation = GenerationRequest(
+            generation_id=uuid.uuid4().hex,
+            token_ids=tuple(inputs["input_ids"].tolist()),
+            sampling=SamplingParams.from_mapping(_json_object("sampling", inputs)),
+            deadline=time.monotonic() + timeout_seconds,
+        )
+        context = _text("context", inputs["context"]) if "context" in inputs else ""
+        client = _TritonClient(sender, generation.generation_id, context)
+        stream = Stream(generation.generation_id, client)
+        self._engine.submit(generation, lambda chunk: self._streams.push(stream, chunk))
+        self._streams.open(stream)
+
+    def _drain(self, sender: Any, drain: str, seconds: float) -> None:
+        if not self._control_key or drain != self._control_key:
+            raise InvalidRequest("drain must carry the key of the process that started the server")
+
+        def answer() -> None:
+            has_finished_all = self._engine.drain(seconds)
+            self._streams.wait_empty(_LAST_WORDS_SECONDS)
+            reason = "stop" if has_finished_all else "abort"
+            client = _TritonClient(sender, generation_id="", context="")
+            client.send(StreamResponse(0, TokenChunk("", finish_reason=reason)))
+
+        threading.Thread(target=answer, name="drain", daemon=True).start()
+
+    def _record(self, stream: Stream) -> None:
+        first = stream.first_token_at
+        self._metrics.finished(
+            Finished(
+                num_tokens=stream.num_tokens,
+                first_token=None if first is None else first - stream.opened_at,
+                last_token=time.monotonic() - stream.opened_at,
+            )
+        )
+
+    def _report(self) -> None:
+        while not self._stopped.wait(_METRICS_SECONDS):
+            self._metrics.flush(self._engine.stats)
+            if self._engine.is_broken:
+                # Every open generation has got its error; a fresh process is the only way on.
+                self._streams.wait_empty(_LAST_WORDS_SECONDS)
+                logger.critical("the engine is broken: this process ends")
+                sys.stderr.flush()
+                os._exit(1)
+
+
+class _TritonClient:
+    """The way back to one request: a chunk as the engine model's outputs."""
+
+    def __init__(self, sender: Any, generation_id: str, context: str) -> None:
+        self._sender = sender
+        self._generation_id = generation_id
+        self._context = context
+
+    def send(self, response: StreamResponse) -> None:
+        chunk = response.chunk
+        usage = {
+            "num_prompt_tokens": chunk.num_prompt_tokens,
+            "num_cached_tokens": chunk.num_cached_tokens,
+            "num_output_tokens": len(chunk.token_ids),
+        }
+        logprobs = [[each.logprob, each.top] for each in chunk.logprobs]
+        code = "CANCELLED" if chunk.finish_reason == "abort" else "INTERNAL"
+        error = json.dumps({"code": code, "message": chunk.error}) if chunk.error else ""
+        outputs = [
+            _bytes("generation_id", self._generation_id),
+            _integers("sequence_number", [response.sequence_number]),
+            _integers("token_ids", chunk.token_ids),
+            _bytes("logprobs", json.dumps(logprobs) if logprobs else ""),
+            _bytes("finish_reason", chunk.finish_reason or ""),
+            _bytes("error", error),
+            _bytes("usage", json.dumps(usage)),
+            _bytes("context", self._context),
+        ]
+        flags = _FINAL if response.is_last else 0
+        self._sender.send(pb_utils.InferenceResponse(outputs), flags=flags)
+
+    def is_cancelled(self) -> bool:
+        return self._sender.is_cancelled()
+
+
+def _refuse(sender: Any, error: Exception, code: int) -> None:
+    refusal = pb_utils.TritonError(str(error), code)
+    sender.send(pb_utils.InferenceResponse(error=refusal), flags=_FINAL)
+
+
+def _text(name: str, tensor: np.ndarray) -> str:
+    try:
+        return tensor.reshape(-1)[0].decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(
+            f"{name} must be UTF-8: {error.reason} at byte {error.start}"
+        ) from None
+
+
+def _json_object(name: str, inputs: dict[str, np.ndarray]) -> dict[str, Any]:
+    if name not in inputs:
+        return {}
+    try:
+        value = json.loads(_text(name, inputs[name]) or "{}")
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"{name} must be a JSON object: {error}") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{name} must be a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _bytes(name: str, value: str) -> Any:
+    return pb_utils.Tensor(name, np.array([value.encode("utf-8")], dtype=np.object_))
+
+
+def _integers(name: str, values: Any) -> Any:
+    return pb_utils.Tensor(name, np.asarray(values, dtype=np.int32))

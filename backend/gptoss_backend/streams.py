@@ -1,0 +1,196 @@
+"""Between the engine's loop and the server: chunks pile up here, one thread sends them.
+
+The cost of a response is per response, not per token. So the first token of a stream goes out at
+once, later ones when `stream_interval` tokens are there, and whatever piled up while the thread was
+busy with other streams goes out together. An empty response is sent on admission and whenever a
+stream was silent for a while: a client that left is only noticed when something is sent to it.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from gptoss_engine.types import TokenChunk, TokenLogprob
+
+_HEARTBEAT_SECONDS = 0.3
+_CANCELLATION_SECONDS = 0.05
+# Above this many open streams, heartbeats and cancellation checks get rarer instead of dearer.
+_CHORES_A_SECOND = 200
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamResponse:
+    """Merged chunks of one generation; sequence_number counts its responses from 0."""
+
+    sequence_number: int
+    chunk: TokenChunk
+
+    @property
+    def is_last(self) -> bool:
+        return self.chunk.finish_reason is not None
+
+
+class Client(Protocol):
+    def send(self, response: StreamResponse) -> None: ...
+    def is_cancelled(self) -> bool: ...
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """One generation's way back. Times are time.monotonic() seconds."""
+
+    generation_id: str
+    client: Client
+    opened_at: float = field(default_factory=time.monotonic)
+    first_token_at: float | None = None
+    num_tokens: int = 0
+    num_sent: int = 0
+    sent_at: float = 0.0
+    is_open: bool = False
+    is_aborting: bool = False
+    pending: list[TokenChunk] = field(default_factory=list)
+    last_chunk: TokenChunk | None = None
+
+    def is_due(self, stream_interval: int) -> bool:
+        num_pending = sum(len(chunk.token_ids) for chunk in self.pending)
+        if not self.pending:
+            return False
+        is_first = self.num_tokens == num_pending
+        return is_first or num_pending >= stream_interval or self.last_chunk is not None
+
+
+class Streams:
+    """All open streams and the thread that sends. `push` is called by the engine's thread.
+
+    abort(generation_id) is called when a client has cancelled; finished(stream) when a stream's
+    last chunk has arrived.
+    """
+
+    def __init__(
+        self,
+        stream_interval: int,
+        abort: Callable[[str], None],
+        finished: Callable[[Stream], None] = lambda _: None,
+    ) -> None:
+        self._stream_interval = stream_interval
+        self._abort = abort
+        self._finished = finished
+        self._changed = threading.Condition()
+        self._open: dict[str, Stream] = {}
+        self._due: dict[str, Stream] = {}
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="stream-sender", daemon=True)
+        self._thread.start()
+
+    def open(self, stream: Stream) -> None:
+        """After admission: chunks pushed before this are kept and sent first."""
+        with self._changed:
+            stream.is_open = True
+            self._open[stream.generation_id] = stream
+            self._due[stream.generation_id] = stream
+            self._changed.notify_all()
+
+    def push(self, stream: Stream, chunk: TokenChunk) -> None:
+        with self._changed:
+            stream.pending.append(chunk)
+            stream.num_tokens += len(chunk.token_ids)
+            if chunk.token_ids and stream.first_token_at is None:
+                stream.first_token_at = time.monotonic()
+            if chunk.finish_reason is not None:
+                stream.last_chunk = chunk
+            if stream.is_open and stream.is_due(self._stream_interval):
+                self._due[stream.generation_id] = stream
+                self._changed.notify_all()
+        if chunk.finish_reason is not None:
+            self._finished(stream)
+
+    def wait_empty(self, seconds: float) -> bool:
+        """Until every open stream has sent its last response; whether they did in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._open, seconds)
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _run(self) -> None:
+        next_chores = 0.0
+        while True:
+            with self._changed:
+                patience = None
+                if self._open:
+                    patience = max(0.0, next_chores - time.monotonic())
+                self._changed.wait_for(lambda: self._due or self._is_closed, patience)
+                if self._is_closed and not self._due:
+                    return
+                due, self._due = self._due, {}
+            for stream in due.values():
+                self._send(stream)
+            now = time.monotonic()
+            if now >= next_chores:
+                with self._changed:
+                    streams = list(self._open.values())
+                for stream in streams:
+                    self._notice_cancellation(stream)
+                self._add_heartbeats(streams, now)
+                next_chores = now + max(_CANCELLATION_SECONDS, len(streams) / _CHORES_A_SECOND)
+
+    def _send(self, stream: Stream) -> None:
+        with self._changed:
+            chunks, stream.pending = stream.pending, []
+        response = StreamResponse(stream.num_sent, _merged(stream.generation_id, chunks))
+        stream.num_sent += 1
+        stream.sent_at = time.monotonic()
+        try:
+            stream.client.send(response)
+        except Exception:
+            # The server refused a response, as after its own cancellation: nobody listens.
+            logger.exception("generation %s: response not sent", stream.generation_id)
+            self._abort_once(stream)
+        if response.is_last:
+            with self._changed:
+                del self._open[stream.generation_id]
+                self._changed.notify_all()
+
+    def _notice_cancellation(self, stream: Stream) -> None:
+        if not stream.is_aborting and stream.client.is_cancelled():
+            self._abort_once(stream)
+
+    def _abort_once(self, stream: Stream) -> None:
+        if not stream.is_aborting:
+            stream.is_aborting = True
+            self._abort(stream.generation_id)
+
+    def _add_heartbeats(self, streams: list[Stream], now: float) -> None:
+        silence = max(_HEARTBEAT_SECONDS, len(streams) / _CHORES_A_SECOND)
+        with self._changed:
+            for stream in streams:
+                if stream.generation_id in self._open and now - stream.sent_at > silence:
+                    self._due[stream.generation_id] = stream
+
+
+def _merged(generation_id: str, chunks: list[TokenChunk]) -> TokenChunk:
+    if not chunks:
+        return TokenChunk(generation_id)
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprob] = []
+    for chunk in chunks:
+        token_ids += chunk.token_ids
+        logprobs += chunk.logprobs
+    last = chunks[-1]
+    return TokenChunk(
+        generation_id=generation_id,
+        token_ids=tuple(token_ids),
+        logprobs=tuple(logprobs),
+        finish_reason=last.finish_reason,
+        error=last.error,
+        num_prompt_tokens=last.num_prompt_tokens,
+        num_cached_tokens=last.num_cached_tokens,
+    )

@@ -1,0 +1,155 @@
+"""One answer on its way out: the engine's responses in, the ensemble's outputs out.
+
+Streaming gives a reply whenever there is something to show; else everything is kept for the one
+reply at the end. Either way the joined replies are the same.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from gptoss_harmony.format import HarmonyFormat
+from gptoss_harmony.types import ChatDelta, FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerContext:
+    """What the way out needs from the way in: it travels through the engine as opaque JSON.
+
+    format: what the format's `stream` needs. echo: text that stands before the answer's.
+    return_logprobs: whether the client asked for more than their sum.
+    """
+
+    format: Mapping[str, Any]
+    stream: bool = False
+    echo: str = ""
+    return_logprobs: bool = False
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "AnswerContext":
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineResponse:
+    """The engine's outputs, parsed. logprobs: (logprob, top) a token, or empty."""
+
+    generation_id: str
+    sequence_number: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[tuple[float, Sequence[tuple[int, float]]], ...]
+    finish_reason: FinishReason | None
+    num_prompt_tokens: int
+    num_cached_tokens: int
+
+
+@dataclass(slots=True)
+class Reply:
+    """The ensemble's outputs of one response; counts and texts are those of this response."""
+
+    text_output: str = ""
+    reasoning_output: str = ""
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    finish_reason: str = ""
+    num_input_tokens: int = 0
+    num_output_tokens: int = 0
+    num_reasoning_tokens: int = 0
+    num_cached_tokens: int = 0
+    cumulative_logprob: float = 0.0
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def is_worth_sending(self) -> bool:
+        return bool(
+            self.text_output
+            or self.reasoning_output
+            or self.tool_calls
+            or self.logprobs
+            or self.finish_reason
+        )
+
+
+class Answer:
+    """The state of one generation after the engine.
+
+    finish_reason is set once the last reply was given. If the engine had not ended by then (a stop
+    word), its generation is to be aborted: nothing that follows is shown.
+    """
+
+    def __init__(self, context: AnswerContext, chat_format: HarmonyFormat) -> None:
+        self._context = context
+        self._token_bytes = chat_format.vocabulary.token_bytes
+        self.harmony = chat_format.stream(context.format)
+        self._reply = Reply(text_output=context.echo)
+        self._cumulative_logprob = 0.0
+        self._num_calls = 0
+        self._num_reasoning_tokens = 0
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.harmony.finish_reason
+
+    def push(self, response: EngineResponse) -> Reply | None:
+        """What to send now, if anything. After the last reply always None."""
+        if self.finish_reason is not None:
+            return None
+        reply = self._reply
+        for delta in self.harmony.push(response.token_ids, response.finish_reason):
+            self._add(reply, delta)
+        self._add_logprobs(reply, response)
+        reply.num_output_tokens += len(response.token_ids)
+        num_reasoning_tokens = self.harmony.num_tokens["reasoning"]
+        reply.num_reasoning_tokens += num_reasoning_tokens - self._num_reasoning_tokens
+        self._num_reasoning_tokens = num_reasoning_tokens
+        if self.finish_reason is not None:
+            reply.finish_reason = self.finish_reason
+            reply.num_input_tokens = response.num_prompt_tokens
+            reply.num_cached_tokens = response.num_cached_tokens
+        elif not self._context.stream or not reply.is_worth_sending:
+            return None
+        self._reply = Reply()
+        return reply
+
+    def _add(self, reply: Reply, delta: ChatDelta) -> None:
+        if delta.channel == "reasoning":
+            reply.reasoning_output += delta.text
+        elif delta.channel == "content":
+            reply.text_output += delta.text
+        else:
+            self._add_tool_call(reply.tool_calls, delta)
+
+    def _add_tool_call(self, calls: list[dict[str, Any]], delta: ChatDelta) -> None:
+        """OpenAI's shape: id, type and name on a call's first piece alone."""
+        index = delta.tool_call_index
+        if calls and calls[-1]["index"] == index:
+            calls[-1]["function"]["arguments"] += delta.text
+        elif index < self._num_calls:
+            calls.append({"index": index, "function": {"arguments": delta.text}})
+        else:
+            self._num_calls += 1
+            function = {"name": delta.recipient, "arguments": delta.text}
+            call = {"index": index, "id": delta.tool_call_id, "type": "function"}
+            calls.append({**call, "function": function})
+
+    def _add_logprobs(self, reply: Reply, response: EngineResponse) -> None:
+        self._cumulative_logprob += sum(logprob for logprob, _ in response.logprobs)
+        reply.cumulative_logprob = self._cumulative_logprob
+        if self._context.return_logprobs and response.logprobs:
+            for position in self.harmony.content_positions:
+                logprob, top = response.logprobs[position]
+                entry = self._logprob(response.token_ids[position], logprob)
+                entry["top_logprobs"] = [self._logprob(token_id, each) for token_id, each in top]
+                reply.logprobs.append(entry)
+
+    def _logprob(self, token_id: int, logprob: float) -> dict[str, Any]:
+        """As OpenAI's: `bytes` are exact where a token is a part of a character."""
+        text = self._token_bytes[token_id]
+        return {
+            "token": text.decode("utf-8", "replace"),
+            "logprob": logprob,
+            "bytes": list(text),
+        }

@@ -1,0 +1,233 @@
+"""The ensemble's inputs, as clients of vLLM, TensorRT-LLM and OpenAI name them, to one request.
+
+Every field is checked here or by the engine (the ranges of sampling parameters), always before
+anything is admitted. A parameter that is known and not built is refused by name unless its value
+is the neutral one: nothing is ignored.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from gptoss_harmony.chat import MAX_CHAT_BYTES, parse_chat, user_message
+from gptoss_harmony.types import ChatRequest, InvalidChat, UnsupportedChat, shown
+
+# What goes to the engine as it is; the engine checks type and range.
+_SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens"),
+    *("ignore_eos", "stop_token_ids"),
+)
+_CHAT = (
+    *("messages", "tools", "tool_choice", "reasoning_effort", "response_format"),
+    "parallel_tool_calls",
+)
+# Known and not built: by name, the values that ask for nothing. None always does.
+_UNBUILT: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "prompt_logprobs": (0,),
+    "priority": (0,),
+    "repetition_penalty": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ("", "{}", "null", {}),
+    "guided_decoding_guide_type": ("",),
+    "guided_decoding_guide": ("",),
+}
+_INPUTS = (
+    *("text_input", "raw_prompt", "stream", "stop_words", "top_logprobs", "return_logprobs"),
+    *("return_cumulative_logprob", "return_finish_reason"),
+    *("return_num_input_tokens", "return_num_output_tokens", "exclude_input_in_output"),
+    *("sampling_parameters", *_CHAT, *_SAMPLING[:-1], *_UNBUILT),
+)
+# vLLM's names inside sampling_parameters, and which of our inputs they are.
+_RENAMED = {"stop": "stop_words", "logprobs": "top_logprobs"}
+_VLLM_SHARED = (
+    *_SAMPLING,
+    *_RENAMED,
+    *("n", "prompt_logprobs", "logit_bias"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+_VLLM_UNBUILT: Mapping[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "bad_words": ([],),
+    "allowed_token_ids": ([],),
+    "logits_processors": ([],),
+    "guided_decoding": ({},),
+    "structured_outputs": ({},),
+    "extra_args": ({},),
+    "truncate_prompt_tokens": (),
+    "include_stop_str_in_output": (False,),
+    "detokenize": (True,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EnsembleRequest:
+    """A checked request: a chat, or a raw prompt that its author wrote in Harmony.
+
+    echo: text to repeat before the answer. return_logprobs: whether the client wants them token
+    by token; sampling has what the engine needs either way.
+    """
+
+    chat: ChatRequest | None
+    raw_prompt: str | None
+    sampling: Mapping[str, Any]
+    stream: bool
+    stop_words: tuple[str, ...]
+    echo: str
+    return_logprobs: bool
+
+
+def read_request(
+    inputs: Mapping[str, bytes | list[bytes] | bool | int | float],
+    parameters: Mapping[str, Any],
+) -> EnsembleRequest:
+    """`inputs` are the tensors' values by name; `parameters` what else the request carried, as
+    misspelt fields of `generate` do. Raises InvalidChat or UnsupportedChat."""
+    for name in parameters:
+        # Those of the server itself are no business of ours.
+        if not name.startswith("triton_"):
+            raise InvalidChat(f"unknown field {name!r}{_nearest(name, _INPUTS)}")
+    fields = {name: _text(name, value) for name, value in inputs.items()}
+    fields = _with_sampling_parameters(fields)
+    _refuse_unbuilt(fields, _UNBUILT)
+    return _request(fields)
+
+
+def _request(fields: dict[str, Any]) -> EnsembleRequest:
+    stream = fields.get("stream", False)
+    sampling = {name: fields[name] for name in _SAMPLING if fields.get(name) is not None}
+    if not isinstance(sampling.get("stop_token_ids", []), list):
+        raise InvalidChat(
+            f"stop_token_ids must be a list of token ids, got {shown(sampling['stop_token_ids'])}"
+        )
+    return_logprobs = fields.get("return_logprobs", False) or bool(fields.get("top_logprobs"))
+    if return_logprobs or fields.get("return_cumulative_logprob"):
+        sampling["logprobs"] = fields.get("top_logprobs") or 0
+    is_raw = fields.get("raw_prompt", False)
+    return EnsembleRequest(
+        chat=None if is_raw else _chat(fields),
+        raw_prompt=_raw_prompt(fields) if is_raw else None,
+        sampling=sampling,
+        stream=stream,
+        stop_words=_stop_words(fields.get("stop_words")),
+        echo=_echo(fields, stream=stream),
+        return_logprobs=return_logprobs,
+    )
+
+
+def _chat(fields: Mapping[str, Any]) -> ChatRequest:
+    if ("messages" in fields) == ("text_input" in fields):
+        both = "both" if "messages" in fields else "neither"
+        raise InvalidChat(f"one of messages and text_input must be given, got {both}")
+    chat: dict[str, Any] = {name: fields.get(name) for name in _CHAT}
+    if "messages" not in fields:
+        chat["messages"] = user_message(fields["text_input"])
+    return parse_chat(**chat)
+
+
+def _raw_prompt(fields: Mapping[str, Any]) -> str:
+    for name in _CHAT:
+        if fields.get(name):
+            raise InvalidChat(f"{name} cannot be given with raw_prompt: the text holds all of it")
+    if not fields.get("text_input"):
+        raise InvalidChat("text_input must be given with raw_prompt, and not be empty")
+    return fields["text_input"]
+
+
+def _stop_words(value: Any) -> tuple[str, ...]:
+    words = [value] if isinstance(value, str) else value or []
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise InvalidChat(f"stop_words must be strings, got {shown(value)}")
+    # Clients of TensorRT-LLM send one empty word for none.
+    return tuple(word for word in words if word)
+
+
+def _echo(fields: Mapping[str, Any], *, stream: bool) -> str:
+    """vLLM's backend repeats the prompt when asked to, and never while streaming; so do we."""
+    if fields.get("exclude_input_in_output", True):
+        return ""
+    if stream:
+        raise InvalidChat("exclude_input_in_output must be true when stream is true, got false")
+    if "text_input" not in fields:
+        raise InvalidChat("exclude_input_in_output can only be false with text_input")
+    return fields["text_input"]
+
+
+def _with_sampling_parameters(fields: dict[str, Any]) -> dict[str, Any]:
+    """`fields` joined with vLLM's JSON; a field given both ways must agree."""
+    values = _json_object("sampling_parameters", fields.pop("sampling_parameters", "") or "{}")
+    for name in values:
+        if name not in _VLLM_SHARED and name not in _VLLM_UNBUILT:
+            near = _nearest(name, (*_VLLM_SHARED, *_VLLM_UNBUILT))
+            raise InvalidChat(f"unknown field {shown(name)} in sampling_parameters{near}")
+    _refuse_unbuilt(values, _VLLM_UNBUILT)
+    for name in _VLLM_SHARED:
+        value = values.get(name)
+        if value is None:
+            continue
+        field = _RENAMED.get(name, name)
+        if field == "stop_words" and isinstance(value, str):
+            value = [value]
+        if field in fields and not _agree(fields[field], value):
+            raise InvalidChat(
+                f"{field} and {name} in sampling_parameters must agree, "
+                f"got {shown(fields[field])} and {shown(value)}"
+            )
+        fields[field] = value
+    return fields
+
+
+def _refuse_unbuilt(fields: Mapping[str, Any], unbuilt: Mapping[str, tuple[Any, ...]]) -> None:
+    for name, neutral in unbuilt.items():
+        value = fields.get(name)
+        if value is not None and value not in neutral:
+            but = f" but {neutral[0]!r}" if neutral else ""
+            raise UnsupportedChat(
+                f"{name} is not built in this version and takes nothing{but}, got {shown(value)}"
+            )
+
+
+def _text(name: str, value: Any) -> Any:
+    """Bytes as text; everything else as it is."""
+    if isinstance(value, list):
+        return [_text(name, item) for item in value]
+    if not isinstance(value, bytes):
+        return value
+    try:
+        text = value.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidChat(
+            f"{name} must be UTF-8, got byte 0x{value[error.start]:02x} at {error.start}: "
+            f"{error.reason}"
+        ) from None
+    if len(value) > MAX_CHAT_BYTES:
+        raise InvalidChat(f"{name} must be at most {MAX_CHAT_BYTES} bytes, got {len(value)}")
+    return text
+
+
+def _json_object(name: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidChat(f"{name} must be JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InvalidChat(f"{name} must be a JSON object, got {shown(value)}")
+    return value
+
+
+def _agree(one: Any, other: Any) -> bool:
+    numbers = (int, float)
+    if isinstance(one, float) and isinstance(other, numbers) and not isinstance(other, bool):
+        return math.isclose(one, other, rel_tol=1e-6)  # one of them went through FP32
+    return type(one) is type(other) and one == other
+
+
+def _nearest(name: str, known: tuple[str, ...]) -> str:
+    near = get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""

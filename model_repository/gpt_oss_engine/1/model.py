@@ -1,0 +1,1 @@
+from gptoss_backend.engine_model import TritonPythonModel as TritonPythonModel

@@ -1,0 +1,1 @@
+from gptoss_harmony.postprocess_model import TritonPythonModel as TritonPythonModel

@@ -1,0 +1,1 @@
+from gptoss_harmony.preprocess_model import TritonPythonModel as TritonPythonModel
