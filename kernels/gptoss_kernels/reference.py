@@ -193,24 +193,25 @@ def _attention_tile(
     held = (keys >= first_key[:, None]) & (keys < lengths[:, None])
     assert bool((pages.repeat_interleave(page_size, 1)[held] >= 0).all()), "a page was given back"
 
-    def gather(cache: Tensor) -> Tensor:
-        """[B, KV, L, D]; zero where no key is held: a padded page is somebody else's memory."""
-        rows = cache[pages.clamp(min=0)].view(num_sequences, -1, num_kv_heads, head_dim).float()
-        return rows.masked_fill(~held[:, :, None, None], 0).transpose(1, 2)
+    rows = pages.clamp(min=0)
+    key = key_cache[rows].view(num_sequences, -1, num_kv_heads, head_dim).float()
+    value = value_cache[rows].view(num_sequences, -1, num_kv_heads, head_dim).float()
+    # What is not held may be anything, NaN too, and 0 * NaN is NaN.
+    value = value.masked_fill_(~held[:, :, None, None], 0)
 
     positions = first_query[:, None] + torch.arange(num_queries, device=query.device)
     visible = held[:, None] & (keys[:, None] <= positions[:, :, None])
     if window is not None:
         visible &= keys[:, None] > positions[:, :, None] - window
-    # [B, KV, G, Q, L], G query heads to a key-value head
+    # Rows of a key-value head: its G query heads times Q queries.
     grouped = query.float().view(num_sequences, num_queries, num_kv_heads, -1, head_dim)
-    grouped = grouped.permute(0, 2, 3, 1, 4)
-    key, value = gather(key_cache)[:, :, None], gather(value_cache)[:, :, None]
-    scores = (grouped @ key.transpose(-1, -2)) * scale
-    scores = scores.masked_fill(~visible[:, None, None], -math.inf)
+    grouped = grouped.permute(0, 2, 3, 1, 4).flatten(2, 3)
+    scores = (grouped @ key.permute(0, 2, 3, 1) * scale).unflatten(2, (-1, num_queries))
+    scores = scores.masked_fill_(~visible[:, None, None], -math.inf)
     sink = sinks.float().view(1, num_kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
     probabilities = torch.softmax(torch.cat((scores, sink), dim=-1), dim=-1)[..., :-1]
-    out = (probabilities @ value).permute(0, 3, 1, 2, 4)
+    out = probabilities.flatten(2, 3) @ value.transpose(1, 2)
+    out = out.unflatten(2, (-1, num_queries)).permute(0, 3, 1, 2, 4)
     return out.reshape(num_sequences, num_queries, num_heads, head_dim)
 
 
@@ -299,39 +300,38 @@ def sample(
     likely as the last one kept is kept too. logits [S, V]; temperature, top_p, min_p, uniforms [S]
     fp64, temperature > 0, uniforms in [0, 1); top_k [S] int64, V for all -> [S] int64.
     """
-    scaled = logits.float() / temperature.float()[:, None]
-    scaled -= scaled.amax(dim=-1, keepdim=True)
-    probabilities = scaled.exp()
-    if top_k is not None or top_p is not None:
-        smallest = _smallest_kept(probabilities, top_k, top_p)
-        probabilities.masked_fill_(probabilities < smallest[:, None], 0)
-    if min_p is not None:
-        probabilities.masked_fill_(probabilities < min_p.float()[:, None], 0)
-    cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
-    target = uniforms[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, target, right=True).squeeze(1)
+    num_rows, vocab_size = logits.shape
+    assert temperature.shape == uniforms.shape == (num_rows,)
+    token_ids = uniforms.new_empty(num_rows, dtype=torch.int64)
+    # Row by row: one row's temporaries stay in a CPU's cache, those of a batch do not.
+    for row in range(num_rows):
+        scaled = logits[row].float() / temperature[row].float()
+        probabilities = (scaled - scaled.max()).exp()
+        limit = vocab_size if top_k is None else int(top_k[row])
+        mass = 1.0 if top_p is None else float(top_p[row])
+        if limit < vocab_size or mass < 1:
+            smallest = _smallest_kept(probabilities, limit, mass)
+            probabilities = probabilities.where(probabilities >= smallest, 0)
+        if min_p is not None:
+            probabilities = probabilities.where(probabilities >= min_p[row], 0)
+        cumulative = probabilities.cumsum(0, dtype=torch.float64)
+        target = uniforms[row] * cumulative[-1]
+        token_ids[row] = torch.searchsorted(cumulative, target, right=True)
+    return token_ids
 
 
-def _smallest_kept(probabilities: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
-    """The least probability that top_k, then top_p, keep in each row: [S, V] -> [S]"""
-    num_rows, vocab_size = probabilities.shape
-    limits = [vocab_size] * num_rows if top_k is None else top_k.tolist()
-    masses = [1.0] * num_rows if top_p is None else top_p.tolist()
-    smallest = probabilities.new_zeros(num_rows)
-    for row, (limit, mass) in enumerate(zip(limits, masses, strict=True)):
-        if limit < vocab_size:
-            kept = probabilities[row].topk(limit).values
-            wanted = mass * kept.sum(dtype=torch.float64)
-        elif mass < 1:
-            kept = probabilities[row].topk(min(NUM_CANDIDATES, vocab_size)).values
-            wanted = mass * probabilities[row].sum(dtype=torch.float64)
-            if kept.sum(dtype=torch.float64) < wanted:
-                kept = probabilities[row].sort(descending=True).values
-        else:
-            continue
-        last = torch.searchsorted(kept.cumsum(0, dtype=torch.float64), wanted)
-        smallest[row] = kept[last.clamp(max=len(kept) - 1)]
-    return smallest
+def _smallest_kept(probabilities: Tensor, limit: int, mass: float) -> Tensor:
+    """The least of one row's probabilities that top_k, then top_p, keep."""
+    if limit < len(probabilities):
+        kept = probabilities.topk(limit).values
+        wanted = mass * kept.sum(dtype=torch.float64)
+    else:
+        kept = probabilities.topk(min(NUM_CANDIDATES, limit)).values
+        wanted = mass * probabilities.sum(dtype=torch.float64)
+        if kept.sum(dtype=torch.float64) < wanted:
+            kept = probabilities.sort(descending=True).values
+    last = torch.searchsorted(kept.cumsum(0, dtype=torch.float64), wanted)
+    return kept[last.clamp(max=len(kept) - 1)]
 
 
 def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -342,13 +342,17 @@ def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, T
     num_rows, vocab_size = logits.shape
     assert token_ids.shape == (num_rows,)
     assert 0 <= num_top <= vocab_size
-    logits = logits.float()
-    normaliser = logits.logsumexp(dim=-1, keepdim=True)
-    chosen = logits.gather(1, token_ids[:, None]) - normaliser
+    chosen = logits.new_empty(num_rows, dtype=torch.float32)
     top_ids = token_ids.new_empty(num_rows, num_top)
-    for row in range(num_rows if num_top else 0):
-        least = logits[row].topk(num_top).values[-1]
-        candidates = (logits[row] >= least).nonzero().squeeze(1)
-        order = logits[row][candidates].argsort(descending=True, stable=True)
-        top_ids[row] = candidates[order[:num_top]]
-    return chosen.squeeze(1), top_ids, logits.gather(1, top_ids) - normaliser
+    top = logits.new_empty(num_rows, num_top, dtype=torch.float32)
+    for row in range(num_rows):
+        values = logits[row].float()
+        normaliser = values.logsumexp(0)
+        chosen[row] = values[token_ids[row]] - normaliser
+        if num_top:
+            # topk does not say which of equal values it takes: ask for all that tie with the last.
+            candidates = (values >= values.topk(num_top).values[-1]).nonzero().squeeze(1)
+            order = values[candidates].argsort(descending=True, stable=True)
+            top_ids[row] = candidates[order[:num_top]]
+            top[row] = values[top_ids[row]] - normaliser
+    return chosen, top_ids, top

@@ -1,0 +1,380 @@
+"""Each reference operator against its formula, written out in float64, and against wrong twins.
+
+A bound is worth something only if a wrong operator exceeds it: each test computes plausible
+mistakes with the same formula and shows that they are further away than the bound allows.
+"""
+
+import math
+
+import pytest
+import torch
+from gptoss_kernels import reference
+from gptoss_kernels.testing import rel_error
+from torch import Tensor
+
+# fp32: scores up to 50 are rounded at 2^-24 before they are exponentiated. bf16: results are
+# rounded to 2^-9 of values that may be a few times the mean size.
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+DTYPES = pytest.mark.parametrize("dtype", BOUNDS, ids=["fp32", "bf16"])
+
+
+def random(*shape: int, seed: int = 0, std: float = 1.0, dtype=torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(*shape, generator=generator) * std).to(dtype)
+
+
+def test_embedding_reads_rows():
+    weight = random(5, 3)
+    out = reference.embedding(torch.tensor([4, 0, 4]), weight)
+    assert torch.equal(out, torch.stack((weight[4], weight[0], weight[4])))
+
+
+@DTYPES
+@pytest.mark.parametrize("num_tokens", [0, 1, 3])
+def test_rms_norm(dtype: torch.dtype, num_tokens: int):
+    # Small values, so that eps counts.
+    hidden = random(num_tokens, 90, std=3e-3, dtype=dtype)
+    update = random(num_tokens, 90, seed=1, std=3e-3, dtype=dtype)
+    weight = random(90, seed=2)
+    total = (hidden.double() + update.double()).to(dtype)
+
+    def formula(x: Tensor, eps: float = 1e-5) -> Tensor:
+        x = x.double()
+        return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+
+    stored = hidden.clone()
+    out = reference.rms_norm(stored, weight, 1e-5, update)
+    assert out.dtype == dtype
+    assert torch.equal(stored, total)
+    assert rel_error(out, formula(total)) < BOUNDS[dtype]
+    plain = reference.rms_norm(hidden, weight, 1e-5)
+    assert rel_error(plain, formula(hidden)) < BOUNDS[dtype]
+    if num_tokens:
+        for wrong in (formula(total, eps=0.0), formula(hidden), formula(total) / weight):
+            assert rel_error(wrong, formula(total)) > 3 * BOUNDS[dtype]
+
+
+@DTYPES
+def test_linear(dtype: torch.dtype):
+    x, weight, bias = (
+        random(4, 96, dtype=dtype),
+        random(7, 96, seed=1, std=0.1, dtype=dtype),
+        random(7, seed=2, dtype=dtype),
+    )
+    exact = x.double() @ weight.double().T
+    assert rel_error(reference.linear(x, weight), exact) < BOUNDS[dtype]
+    assert rel_error(reference.linear(x, weight, bias), exact + bias.double()) < BOUNDS[dtype]
+    assert rel_error(exact, exact + bias.double()) > 3 * BOUNDS[dtype]
+
+
+def gpt_oss_table(num_positions: int, head_dim: int, factor: float = 32.0) -> Tensor:
+    return reference.rope_table(
+        num_positions,
+        head_dim,
+        theta=150000.0,
+        factor=factor,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        original_context=4096,
+    )
+
+
+def yarn_table(num_positions: int, *, floor: bool = False, concentration: bool = True) -> Tensor:
+    """MODEL.md's numbers for head_dim 64, written out pair by pair: [positions, 64] float64."""
+    low, high = 8.0928, 17.3980  # 32 ln(4096 / (turns 2 pi)) / ln(150000) for 32 turns and for 1
+    if floor:
+        low, high = math.floor(low), math.ceil(high)
+    table = torch.empty(num_positions, 64, dtype=torch.float64)
+    for pair in range(32):
+        plain = 150000.0 ** (-2 * pair / 64)
+        ramp = min(max((pair - low) / (high - low), 0.0), 1.0)
+        frequency = plain / 32 * ramp + plain * (1 - ramp)
+        for position in range(num_positions):
+            table[position, pair] = math.cos(position * frequency)
+            table[position, 32 + pair] = math.sin(position * frequency)
+    return table * (1.3466 if concentration else 1.0)
+
+
+def test_rope_table_is_yarn():
+    table = gpt_oss_table(300, 64)
+    # fp32 angles up to 300 are off by up to 300 * 2^-24, the literals by 5e-5.
+    assert rel_error(table, yarn_table(300)) < 2e-4
+    assert rel_error(yarn_table(300, floor=True), yarn_table(300)) > 1e-2
+    assert rel_error(yarn_table(300, concentration=False), yarn_table(300)) > 1e-2
+
+
+def test_rope_table_without_scaling_is_plain():
+    table = gpt_oss_table(50, 8, factor=1.0)
+    angles = torch.arange(50)[:, None] * 150000.0 ** (-torch.arange(4, dtype=torch.float64) / 4)
+    assert rel_error(table, torch.cat((angles.cos(), angles.sin()), dim=1)) < 1e-5
+
+
+@DTYPES
+def test_rope_and_cache_write(dtype: torch.dtype):
+    num_heads, num_kv_heads, head_dim, page_size = 4, 2, 64, 3
+    qkv = random(3, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
+    positions, slots = torch.tensor([0, 129, 41]), torch.tensor([5, 0, 10])
+    table = gpt_oss_table(130, head_dim)
+    keys = torch.full((4, page_size, num_kv_heads, head_dim), math.nan, dtype=dtype)
+    values = keys.clone()
+    query = reference.rope_and_cache_write(qkv, positions, table, keys, values, slots)
+
+    def rotate(x: Tensor, *, interleaved: bool = False) -> Tensor:
+        out = torch.empty_like(x, dtype=torch.float64)
+        for token, position in enumerate(positions.tolist()):
+            for pair in range(32):
+                i, j = (2 * pair, 2 * pair + 1) if interleaved else (pair, 32 + pair)
+                cos, sin = table[position, pair].double(), table[position, 32 + pair].double()
+                a, b = x[token, :, i].double(), x[token, :, j].double()
+                out[token, :, i], out[token, :, j] = a * cos - b * sin, b * cos + a * sin
+        return out
+
+    heads = qkv.view(3, -1, head_dim)
+    assert rel_error(query, rotate(heads[:, :4])) < BOUNDS[dtype]
+    assert rel_error(rotate(heads[:, :4], interleaved=True), rotate(heads[:, :4])) > 0.5
+    stored_keys, stored_values = keys.view(-1, 2, head_dim), values.view(-1, 2, head_dim)
+    assert rel_error(stored_keys[slots], rotate(heads[:, 4:6])) < BOUNDS[dtype]
+    assert torch.equal(stored_values[slots], heads[:, 6:])
+    others = [slot for slot in range(12) if slot not in (5, 0, 10)]
+    assert stored_keys[others].isnan().all()
+    assert stored_values[others].isnan().all()
+
+
+class Paged:
+    """Sequences in a poisoned paged cache: (tokens in all, queries among them, the last ones)."""
+
+    def __init__(
+        self,
+        sequences: list[tuple[int, int]],
+        page_size: int,
+        window: int | None,
+        dtype: torch.dtype = torch.float32,
+        heads: tuple[int, int, int] = (4, 2, 16),
+    ) -> None:
+        self.sequences = sequences
+        self.window = window
+        num_heads, num_kv_heads, head_dim = heads
+        self.query = random(sum(n for _, n in sequences), num_heads, head_dim, dtype=dtype)
+        # Sharp scores and one sink that dominates, so that every detail of the softmax shows.
+        self.scale = 8 * head_dim**-0.5
+        self.sinks = random(num_heads, seed=3, std=4.0)
+        self.dense = [
+            tuple(random(n, num_kv_heads, head_dim, seed=s, dtype=dtype) for s in (10 + b, 50 + b))
+            for b, (n, _) in enumerate(sequences)
+        ]
+        counts = [-(-n // page_size) for n, _ in sequences]
+        order = torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(5))
+        shape = (len(order), page_size, num_kv_heads, head_dim)
+        self.keys = torch.full(shape, math.nan, dtype=dtype)
+        self.values = torch.full(shape, math.nan, dtype=dtype)
+        # Wider than any sequence needs, as a batch's table is.
+        self.page_tables = torch.full((len(sequences), max(counts) + 1), -1, dtype=torch.int32)
+        pages = iter(order.tolist())
+        for b, (length, num_queries) in enumerate(sequences):
+            first_visible = 0 if window is None else max(0, length - num_queries - window + 1)
+            for column in range(counts[b]):
+                page, first = next(pages), column * page_size
+                if first + page_size <= first_visible:
+                    continue  # given back: the table says -1, the page stays poisoned
+                self.page_tables[b, column] = page
+                piece = slice(first, min(first + page_size, length))
+                for cache, dense in zip((self.keys, self.values), self.dense[b], strict=True):
+                    cache[page, : piece.stop - first] = dense[piece]
+        starts = [0]
+        for _, num_queries in sequences:
+            starts.append(starts[-1] + num_queries)
+        self.query_start = torch.tensor(starts, dtype=torch.int32)
+        self.seq_lens = torch.tensor([n for n, _ in sequences], dtype=torch.int32)
+
+    def operator(self) -> Tensor:
+        return reference.attention(
+            self.query,
+            self.keys,
+            self.values,
+            self.sinks,
+            self.query_start,
+            self.seq_lens,
+            self.page_tables,
+            scale=self.scale,
+            window=self.window,
+        )
+
+    def formula(self, *, sink_scale: float = 1.0, has_sink: bool = True, wider: int = 0) -> Tensor:
+        """One query head of one query at a time, over the dense keys."""
+        rows = []
+        for b, (length, num_queries) in enumerate(self.sequences):
+            keys, values = (tensor.double() for tensor in self.dense[b])
+            for i in range(length - num_queries, length):
+                first = 0 if self.window is None else max(0, i - self.window + 1 - wider)
+                query = self.query[len(rows)].double()
+                heads = []
+                for head in range(query.shape[0]):
+                    kv_head = head // (query.shape[0] // keys.shape[1])
+                    scores = keys[first : i + 1, kv_head] @ query[head] * self.scale
+                    weights = scores.exp()
+                    sink = (self.sinks[head].double() * sink_scale).exp() if has_sink else 0.0
+                    heads.append(weights @ values[first : i + 1, kv_head] / (weights.sum() + sink))
+                rows.append(torch.cat(heads))
+        return torch.stack(rows)
+
+
+@DTYPES
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("window", [None, 128, 5])
+def test_attention(dtype: torch.dtype, page_size: int, window: int | None):
+    """Decodes at page and window edges and prefill chunks, in one batch, in no special order."""
+    decodes = [(n, 1) for n in (1, 2, 5, 6, 63, 64, 65, 127, 128, 129, 130, 200)]
+    chunks = [(3, 3), (140, 12), (130, 2), (64, 64), (129, 129)]
+    paged = Paged([*decodes[:5], *chunks, *decodes[5:]], page_size, window, dtype)
+    exact = paged.formula()
+    assert rel_error(paged.operator(), exact) < BOUNDS[dtype]
+    assert rel_error(paged.formula(sink_scale=0.125), exact) > 0.1
+    assert rel_error(paged.formula(has_sink=False), exact) > 0.1
+    if window:
+        assert rel_error(paged.formula(wider=1), exact) > 0.1
+        assert rel_error(paged.formula(wider=-1), exact) > 0.1
+
+
+@pytest.mark.parametrize("window", [None, 128])
+def test_attention_of_a_prefill_longer_than_a_tile(window: int | None):
+    paged = Paged([(reference.QUERY_TILE * 2 + 1, reference.QUERY_TILE * 2 + 1)], 64, window)
+    assert rel_error(paged.operator(), paged.formula()) < BOUNDS[torch.float32]
+
+
+@pytest.mark.parametrize("heads", [(8, 1, 8), (3, 3, 4)], ids=["one-kv-head", "no-groups"])
+def test_attention_with_any_grouping(heads: tuple[int, int, int]):
+    paged = Paged([(7, 1), (9, 4)], 4, None, heads=heads)
+    assert rel_error(paged.operator(), paged.formula()) < BOUNDS[torch.float32]
+
+
+def test_attention_refuses_a_page_that_a_query_sees_but_that_was_given_back():
+    paged = Paged([(12, 1)], 4, None)
+    paged.page_tables[0, 1] = -1
+    with pytest.raises(AssertionError, match="given back"):
+        paged.operator()
+
+
+@DTYPES
+def test_route(dtype: torch.dtype):
+    x, weight, bias = (
+        random(6, 32, dtype=dtype),
+        random(10, 32, seed=1, std=0.3, dtype=dtype),
+        random(10, seed=2, dtype=dtype),
+    )
+    chosen, weights = reference.route(x, weight, bias, 3)
+    logits = reference.linear(x, weight, bias).double()
+    for token in range(6):
+        ranked = sorted(range(10), key=lambda expert: (-logits[token, expert], expert))[:3]
+        assert chosen[token].tolist() == ranked
+    of_chosen = logits.gather(1, chosen).exp()
+    assert rel_error(weights, of_chosen / of_chosen.sum(1, keepdim=True)) < BOUNDS[dtype]
+    over_all = of_chosen / logits.exp().sum(1, keepdim=True)
+    assert rel_error(over_all, of_chosen / of_chosen.sum(1, keepdim=True)) > 3 * BOUNDS[dtype]
+
+
+def test_route_lets_the_lowest_index_win_a_tie():
+    # 128 experts whose bf16 logits take four values only.
+    bias = torch.tensor([0.0, 2.0, 1.0, 2.0] * 32, dtype=torch.bfloat16)
+    nothing = torch.zeros(128, 8, dtype=torch.bfloat16)
+    chosen, weights = reference.route(nothing[:2], nothing, bias, 4)
+    assert chosen.tolist() == [[1, 3, 5, 7]] * 2
+    assert weights.tolist() == [[0.25] * 4] * 2
+
+
+def test_route_compares_in_the_dtype_of_the_model():
+    # 1 and 1 + 2^-9 are one value in bf16: the lower index wins, and the weights are equal.
+    weight = torch.tensor([[1.0, 0.0], [1.0, 2.0**-9]], dtype=torch.bfloat16)
+    x, bias = torch.ones(1, 2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.bfloat16)
+    chosen, weights = reference.route(x, weight, bias, 2)
+    assert (chosen.tolist(), weights.tolist()) == ([[0, 1]], [[0.5, 0.5]])
+
+
+class Mixture:
+    """Five experts of width 24, three chosen a token, with values on both sides of the clamps."""
+
+    def __init__(self, chosen: list[list[int]], dtype: torch.dtype = torch.float32) -> None:
+        self.chosen = torch.tensor(chosen, dtype=torch.int64).view(-1, 3)
+        num_tokens = len(self.chosen)
+        self.x = random(num_tokens, 32, dtype=dtype)
+        self.weights = random(num_tokens, 3, seed=1).softmax(-1).to(dtype)
+        self.w13 = random(5, 48, 32, seed=2, std=1.0, dtype=dtype)
+        self.w13_bias = random(5, 48, seed=3, dtype=dtype)
+        self.w2 = random(5, 32, 24, seed=4, std=0.2, dtype=dtype)
+        self.w2_bias = random(5, 32, seed=5, dtype=dtype)
+
+    def operator(self) -> Tensor:
+        return reference.experts(
+            self.x,
+            self.chosen,
+            self.weights,
+            self.w13,
+            self.w13_bias,
+            self.w2,
+            self.w2_bias,
+            swiglu_alpha=1.702,
+            swiglu_limit=7.0,
+        )
+
+    def formula(
+        self,
+        *,
+        alpha: float = 1.702,
+        limit: float = 7.0,
+        offset: float = 1.0,
+        gate_floor: float = -math.inf,
+        interleaved: bool = True,
+        weighted_bias: bool = True,
+    ) -> Tensor:
+        out = torch.zeros(len(self.x), 32, dtype=torch.float64)
+        for token in range(len(self.x)):
+            for k, expert in enumerate(self.chosen[token].tolist()):
+                inner = self.w13[expert].double() @ self.x[token].double()
+                inner += self.w13_bias[expert].double()
+                gate, up = (inner[0::2], inner[1::2]) if interleaved else inner.chunk(2)
+                gate, up = gate.clamp(gate_floor, limit), up.clamp(-limit, limit)
+                y = gate / (1 + (-alpha * gate).exp()) * (up + offset)
+                y, bias = self.w2[expert].double() @ y, self.w2_bias[expert].double()
+                weight = self.weights[token, k].double()
+                out[token] += weight * (y + bias) if weighted_bias else weight * y + bias
+        return out
+
+
+# An expert with no token, all tokens to the same experts, one token, none.
+ROUTINGS = {
+    "uneven": [[0, 1, 2], [4, 1, 0], [1, 0, 2], [2, 4, 1]],
+    "same": [[3, 0, 4]] * 7,
+    "one": [[2, 1, 0]],
+    "none": [],
+}
+
+
+@DTYPES
+@pytest.mark.parametrize("chosen", ROUTINGS.values(), ids=ROUTINGS)
+def test_experts(dtype: torch.dtype, chosen: list[list[int]]):
+    mixture = Mixture(chosen, dtype)
+    exact = mixture.formula()
+    assert rel_error(mixture.operator(), exact) < BOUNDS[dtype]
+    if chosen:
+        for wrong in (
+            mixture.formula(alpha=1.0),
+            mixture.formula(limit=math.inf),
+            mixture.formula(offset=0.0),
+            mixture.formula(interleaved=False),
+            mixture.formula(weighted_bias=False),
+        ):
+            assert rel_error(wrong, exact) > 3 * BOUNDS[dtype]
+
+
+def test_swiglu_clamps_the_gate_from_above_only():
+    mixture = Mixture(ROUTINGS["uneven"])
+    # gate * sigmoid(alpha gate) is small below -7: -0.5 shows what a floor would do.
+    assert rel_error(mixture.operator(), mixture.formula(gate_floor=-0.5)) > 1e-3
+    gate_up = torch.tensor([[-8.0, 9.0, 9.0, -9.0]])
+    expected = [-8 / (1 + math.exp(1.702 * 8)) * 8, 7 / (1 + math.exp(-1.702 * 7)) * -6]
+    assert reference.swiglu(gate_up, 1.702, 7.0).tolist() == [pytest.approx(expected, rel=1e-5)]
+
+
+def test_select_rows():
+    hidden = random(5, 3)
+    assert torch.equal(reference.select_rows(hidden, torch.tensor([3, 1])), hidden[[3, 1]])
+    assert reference.select_rows(hidden, torch.tensor([], dtype=torch.int64)).shape == (0, 3)
