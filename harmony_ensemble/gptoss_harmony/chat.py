@@ -16,7 +16,14 @@ from difflib import get_close_matches
 from typing import Any, get_args
 
 from gptoss_harmony.tools import check_schema
-from gptoss_harmony.types import ChatRequest, InvalidChat, ReasoningEffort, UnsupportedChat, shown
+from gptoss_harmony.types import (
+    ChatRequest,
+    InvalidChat,
+    ReasoningEffort,
+    UnsupportedChat,
+    check_text,
+    shown,
+)
 
 MAX_CHAT_BYTES = 4 * 2**20
 """Of `messages` and of `tools`, each, as JSON."""
@@ -87,7 +94,7 @@ def check_stop_words(words: Sequence[bytes | str]) -> tuple[str, ...]:
     checked: list[str] = []
     for number, word in enumerate(words):
         path = f"stop_words[{number}]"
-        text = _utf8(path, word) if isinstance(word, bytes) else _text(path, word)
+        text = _utf8(path, word) if isinstance(word, bytes) else check_text(path, word)
         if not 1 <= len(text) <= MAX_STOP_WORD_LENGTH:
             raise InvalidChat(
                 f"{path} must have 1 to {MAX_STOP_WORD_LENGTH} characters, got {len(text)}"
@@ -134,18 +141,6 @@ def _utf8(path: str, text: bytes) -> str:
         ) from None
 
 
-def _text(path: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise InvalidChat(f"{path} must be a string, got {shown(value)}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidChat(
-            f"{path} holds half a character (a lone surrogate) at position {error.start}"
-        ) from None
-    return value
-
-
 def _object(path: str, value: object, fields: Sequence[str]) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidChat(f"{path} must be an object, got {shown(value)}")
@@ -186,7 +181,7 @@ def _message(path: str, message: object, call_ids: set[str]) -> dict[str, Any]:
         return checked | _assistant_fields(path, fields)
     checked["content"] = _content(f"{path}.content", fields.get("content"))
     if role == "tool":
-        call_id = _text(f"{path}.tool_call_id", fields.get("tool_call_id"))
+        call_id = check_text(f"{path}.tool_call_id", fields.get("tool_call_id"))
         if call_id not in call_ids:
             raise InvalidChat(
                 f"{path}.tool_call_id must be the id of an earlier tool call, got {shown(call_id)}"
@@ -204,7 +199,7 @@ def _assistant_fields(path: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         "content": "" if content is None else _content(f"{path}.content", content)
     }
     reasoning = [
-        _text(f"{path}.{field}", fields[field])
+        check_text(f"{path}.{field}", fields[field])
         for field in ("reasoning_content", "reasoning")
         if fields.get(field) is not None
     ]
@@ -225,7 +220,7 @@ def _tool_calls(path: str, calls: Sequence[object]) -> list[dict[str, Any]]:
     for number, call in enumerate(calls):
         where = f"{path}[{number}]"
         fields = _object(where, call, ("id", "type", "function", "index"))
-        call_id = _text(f"{where}.id", fields.get("id"))
+        call_id = check_text(f"{where}.id", fields.get("id"))
         if not call_id:
             raise InvalidChat(f"{where}.id is empty")
         if any(call_id == other["id"] for other in checked):
@@ -250,17 +245,17 @@ def _arguments(path: str, function: Mapping[str, Any]) -> str:
     """A string as it is, an object as compact JSON, nothing as {}."""
     arguments = function.get("arguments")
     if isinstance(arguments, dict):
-        return _text(path, json.dumps(arguments, ensure_ascii=False))
+        return check_text(path, json.dumps(arguments, ensure_ascii=False))
     if arguments is None:
         return "{}"
     if not isinstance(arguments, str):
         raise InvalidChat(f"{path} must be a string of JSON, got {shown(arguments)}")
-    return _text(path, arguments) or "{}"
+    return check_text(path, arguments) or "{}"
 
 
 def _content(path: str, content: object) -> str:
     if isinstance(content, str):
-        return _text(path, content)
+        return check_text(path, content)
     if not isinstance(content, list):
         raise InvalidChat(f"{path} must be a string or a list of text parts, got {shown(content)}")
     texts: list[str] = []
@@ -274,7 +269,7 @@ def _content(path: str, content: object) -> str:
                 "text alone"
             )
         fields = _object(where, part, ("type", "text"))
-        texts.append(_text(f"{where}.text", fields.get("text")))
+        texts.append(check_text(f"{where}.text", fields.get("text")))
     return "".join(texts)
 
 
@@ -310,7 +305,7 @@ def _function(path: str, function: object) -> dict[str, Any]:
     fields = _object(path, function, ("name", "description", "parameters", "strict"))
     checked: dict[str, Any] = {"name": _name(f"{path}.name", fields.get("name"))}
     if fields.get("description") is not None:
-        checked["description"] = _text(f"{path}.description", fields["description"])
+        checked["description"] = check_text(f"{path}.description", fields["description"])
     if fields.get("strict"):
         raise UnsupportedChat(f"{path}.strict true is not supported; leave it out")
     parameters = fields.get("parameters")
@@ -320,7 +315,7 @@ def _function(path: str, function: object) -> dict[str, Any]:
                 f"{path}.parameters must be a JSON schema (an object), got {shown(parameters)}"
             )
         check_schema(f"{path}.parameters", parameters)
-        _text(f"{path}.parameters", json.dumps(parameters, ensure_ascii=False))
+        check_text(f"{path}.parameters", json.dumps(parameters, ensure_ascii=False))
         checked["parameters"] = parameters
     return checked
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gptoss_harmony.tools import render_tools
-from gptoss_harmony.types import ChatRequest, Prompt
+from gptoss_harmony.types import ChatRequest, Prompt, check_text
 from gptoss_harmony.vocabulary import (
     CALL,
     CHANNEL,
@@ -52,7 +52,9 @@ def render_chat(
 
 def render_raw(vocabulary: Vocabulary, text: str, sampling: Mapping[str, Any]) -> Prompt:
     """A prompt that its author wrote in Harmony: text that spells a control token becomes it."""
-    return Prompt(tuple(vocabulary.encode_raw(text)), STOP_TOKEN_IDS, sampling)
+    return Prompt(
+        tuple(vocabulary.encode_raw(check_text("text_input", text))), STOP_TOKEN_IDS, sampling
+    )
 
 
 def system_text(request: ChatRequest, today: datetime.date) -> str:

@@ -440,8 +440,10 @@ def _read(header: _Header) -> _Address:
     if recipient is not None:
         # Text that spells a control token cannot be part of a name.
         recipient = recipient.partition("<|")[0] or None
+    if role is not None and not role[1].startswith("assistant"):
+        return _Address(is_foreign=True, channel=None, recipient=None, prose="", rest="")
     return _Address(
-        is_foreign=role is not None and not role[1].startswith("assistant"),
+        is_foreign=False,
         channel=channel,
         recipient=recipient,
         prose=prose if prose.strip() else "",

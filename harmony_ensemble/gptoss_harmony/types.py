@@ -67,3 +67,16 @@ def shown(value: object) -> str:
     """A value as JSON, cut short, for a sentence that refuses it."""
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def check_text(path: str, value: object) -> str:
+    """The value, if it is a string that UTF-8 can hold."""
+    if not isinstance(value, str):
+        raise InvalidChat(f"{path} must be a string, got {shown(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidChat(
+            f"{path} holds half a character (a lone surrogate) at position {error.start}"
+        ) from None
+    return value

@@ -1,0 +1,325 @@
+import json
+from typing import Any
+
+import pytest
+from gptoss_harmony.chat import (
+    MAX_CHAT_BYTES,
+    MAX_STOP_WORDS,
+    check_stop_words,
+    parse_chat,
+    parse_messages,
+    parse_tools,
+    tool_names,
+    user_message,
+)
+from gptoss_harmony.types import InvalidChat, UnsupportedChat
+
+USER = {"role": "user", "content": "Hi"}
+CALL: dict[str, Any] = {
+    "id": "c1",
+    "type": "function",
+    "function": {"name": "f", "arguments": '{"a":"b"}'},
+}
+CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+RESULT = {"role": "tool", "tool_call_id": "c1", "content": "sunny"}
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "description": "Does f.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
+    },
+}
+
+
+def messages(*given: Any) -> list[dict[str, Any]]:
+    return [dict(message) for message in parse_messages(json.dumps(list(given)))]
+
+
+def calling(**changes: Any) -> dict[str, Any]:
+    return {**CALLING, "tool_calls": [{**CALL, **changes}]}
+
+
+def tool(**changes: Any) -> dict[str, Any]:
+    return {**TOOL, "function": {**TOOL["function"], **changes}}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (USER, {"role": "user", "content": "Hi"}),
+        ({**USER, "name": "ann"}, {"role": "user", "content": "Hi", "name": "ann"}),
+        ({**USER, "name": None}, {"role": "user", "content": "Hi"}),
+        (
+            {"role": "user", "content": [{"type": "text", "text": t} for t in ("a", "", "b")]},
+            {"role": "user", "content": "ab"},
+        ),
+        ({"role": "user", "content": []}, {"role": "user", "content": ""}),
+        ({"role": "assistant"}, {"role": "assistant", "content": ""}),
+        (
+            # As OpenAI's own client echoes a reply.
+            {
+                "role": "assistant",
+                "content": "x",
+                "refusal": None,
+                "annotations": [],
+                "audio": None,
+                "function_call": None,
+                "tool_calls": None,
+            },
+            {"role": "assistant", "content": "x"},
+        ),
+        (
+            {"role": "assistant", "content": "x", "tool_calls": []},
+            {"role": "assistant", "content": "x"},
+        ),
+        (
+            {"role": "assistant", "content": "x", "reasoning": "r"},
+            {"role": "assistant", "content": "x", "reasoning_content": "r"},
+        ),
+        (
+            {"role": "assistant", "content": "x", "reasoning": "r", "reasoning_content": "r"},
+            {"role": "assistant", "content": "x", "reasoning_content": "r"},
+        ),
+        (CALLING, {"role": "assistant", "content": "", "tool_calls": [CALL]}),
+        (calling(index=0), {"role": "assistant", "content": "", "tool_calls": [CALL]}),
+    ],
+)
+def test_messages_come_out_in_one_shape(given: Any, expected: dict[str, Any]) -> None:
+    assert messages(given) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ('{"a":"b"}', '{"a":"b"}'),
+        (' { "a" :1} ', ' { "a" :1} '),
+        ("not JSON <|end|>", "not JSON <|end|>"),
+        ({"a": "ü"}, '{"a": "ü"}'),
+        ("", "{}"),
+        (None, "{}"),
+    ],
+)
+def test_arguments_are_verbatim_or_serialised_once(arguments: Any, expected: str) -> None:
+    function = {"name": "f", "arguments": arguments}
+    [message] = messages(calling(function=function))
+    assert message["tool_calls"][0]["function"]["arguments"] == expected
+
+
+def test_a_result_belongs_to_an_earlier_call() -> None:
+    assert messages(USER, CALLING, RESULT)[2] == RESULT
+    for orphans in ([USER, RESULT], [USER, RESULT, CALLING]):
+        with pytest.raises(InvalidChat, match=r"messages\[1\].tool_call_id .* earlier tool call"):
+            messages(*orphans)
+
+
+REFUSED: list[tuple[Any, str]] = [
+    ({"role": "user"}, "messages[0].content must be a string or a list of text parts, got null"),
+    ({"role": "user", "content": 3}, "messages[0].content must be a string or a list"),
+    ({"role": "user", "content": {"a": 1}}, 'got {"a": 1}'),
+    ({"role": "user", "content": ["x"]}, 'messages[0].content[0] must be an object, got "x"'),
+    ({"role": "user", "content": [{"type": "text"}]}, "content[0].text must be a string, got null"),
+    (
+        {"role": "user", "content": [{"type": "text", "text": "x", "txet": 1}]},
+        "messages[0].content[0] has an unknown field \"txet\"; did you mean 'text'?",
+    ),
+    (
+        {"role": "wizard", "content": "x"},
+        "role must be one of system, developer, user, assistant, ",
+    ),
+    ({"role": "wizard", "content": "x"}, 'tool, got "wizard"'),
+    ({"role": ["user"], "content": "x"}, "messages[0].role must be one of"),
+    ({"content": "x"}, "messages[0].role must be one of"),
+    ("Hi", 'messages[0] must be an object, got "Hi"'),
+    ({**USER, "contnet": "x"}, "unknown field \"contnet\"; did you mean 'content'?"),
+    ({**USER, "zzz": "x"}, 'unknown field "zzz"; known: role, content, name'),
+    ({**USER, "tool_calls": [CALL]}, 'messages[0] has an unknown field "tool_calls"'),
+    ({**USER, "name": "a b"}, "messages[0].name must be 1 to 64 of the characters"),
+    ({**USER, "name": ""}, "messages[0].name must be 1 to 64 of the characters"),
+    ({**USER, "content": "a\ud800b"}, "half a character (a lone surrogate) at position 1"),
+    ({**RESULT, "tool_call_id": None}, "messages[0].tool_call_id must be a string, got null"),
+    ({**CALLING, "tool_calls": "f"}, 'messages[0].tool_calls must be a list, got "f"'),
+    ({**CALLING, "tool_calls": [3]}, "messages[0].tool_calls[0] must be an object, got 3"),
+    ({**CALLING, "tool_calls": [CALL, CALL]}, 'tool_calls[1].id "c1" is given twice'),
+    (calling(id=""), "messages[0].tool_calls[0].id is empty"),
+    (calling(id=None), "messages[0].tool_calls[0].id must be a string, got null"),
+    (calling(function=None), "tool_calls[0].function must be an object, got null"),
+    (calling(function={"name": "f<|end|>"}), 'got "f<|end|>"'),
+    (calling(function={"name": "f", "arguments": 3}), "must be a string of JSON, got 3"),
+    (
+        {"role": "assistant", "reasoning": "a", "reasoning_content": "b"},
+        "messages[0].reasoning and messages[0].reasoning_content differ",
+    ),
+    ({"role": "assistant", "reasoning": 3}, "messages[0].reasoning must be a string, got 3"),
+]
+
+
+@pytest.mark.parametrize(("given", "words"), REFUSED, ids=[words for _, words in REFUSED])
+def test_a_bad_message_is_refused_in_words(given: Any, words: str) -> None:
+    with pytest.raises(InvalidChat) as refused:
+        messages(given)
+    assert words in str(refused.value)
+    assert not isinstance(refused.value, UnsupportedChat)
+
+
+UNSUPPORTED: list[tuple[Any, str]] = [
+    (
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+        "messages[0].content[0].type must be 'text', got \"image_url\"",
+    ),
+    ({"role": "function", "name": "f", "content": "x"}, "messages[0].role 'function'"),
+    ({"role": "assistant", "function_call": {"name": "f"}}, "messages[0].function_call"),
+    ({"role": "assistant", "refusal": "No."}, "messages[0].refusal is not supported"),
+    (calling(type="custom"), "messages[0].tool_calls[0].type must be 'function'"),
+]
+
+
+@pytest.mark.parametrize(("given", "words"), UNSUPPORTED, ids=[words for _, words in UNSUPPORTED])
+def test_what_is_not_built_is_named(given: Any, words: str) -> None:
+    with pytest.raises(UnsupportedChat) as refused:
+        messages(given)
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"", "messages is empty; it must be JSON"),
+        (" \n", "messages is empty; it must be JSON"),
+        ("[", "messages is not JSON: Expecting value at line 1, column 2"),
+        ("[]", "messages must be a list of at least one message, got []"),
+        ("{}", "messages must be a list of at least one message, got {}"),
+        ('"Hi"', 'messages must be a list of at least one message, got "Hi"'),
+        (
+            b'[{"role": "user", "content": "\xff"}]',
+            "messages is not UTF-8: byte 0xff at position 30",
+        ),
+        ('[{"role": "user", "content": NaN}]', "messages is not JSON: NaN is no JSON number"),
+        ("[" * 200_000, "messages is nested too deeply"),
+        ('[{"role": ' + "9" * 5000 + "}]", "messages is not JSON: "),
+        (
+            json.dumps([{"role": "user", "content": "x" * 10 * 2**20}]),
+            f"messages must be at most {MAX_CHAT_BYTES} bytes of JSON, got 10485",
+        ),
+    ],
+)
+def test_what_is_no_list_of_messages_is_refused_in_words(text: bytes | str, words: str) -> None:
+    with pytest.raises(InvalidChat) as refused:
+        parse_chat(messages=text)
+    assert words in str(refused.value)
+    assert len(str(refused.value)) < 300
+
+
+BAD_TOOLS: list[tuple[Any, str]] = [
+    ({}, "tools must be a list, got {}"),
+    ([3], "tools[0] must be an object, got 3"),
+    ([{}], "tools[0].function must be an object, got null"),
+    ([{**TOOL, "extra": 1}], 'tools[0] has an unknown field "extra"'),
+    ([tool(naem="x")], "tools[0].function has an unknown field \"naem\"; did you mean 'name'?"),
+    ([tool(name="get weather")], "tools[0].function.name must be 1 to 64 of the characters"),
+    ([tool(name="f" * 65)], "tools[0].function.name must be 1 to 64"),
+    ([tool(name="f<|call|>")], 'got "f<|call|>"'),
+    ([tool(name="functions.f")], 'got "functions.f"'),
+    ([TOOL, TOOL], 'tools[1].function.name "f" is given twice'),
+    ([tool(description=3)], "tools[0].function.description must be a string, got 3"),
+    ([tool(parameters="x")], "tools[0].function.parameters must be a JSON schema"),
+    ([tool(parameters={"type": "objekt"})], "parameters.type must be one of string, number,"),
+    ([tool(parameters={"type": "object", "properties": []})], "parameters.properties must be an"),
+    (
+        [tool(parameters={"type": "object", "properties": {"a": "string"}})],
+        'tools[0].function.parameters.properties.a must be a JSON schema (an object), got "string"',
+    ),
+    ([tool(parameters={"type": "object", "required": "a"})], "parameters.required must be a list"),
+    ([tool(parameters={"$ref": "#/$defs/A"})], "parameters refers to '#/$defs/A', which it does"),
+    ([tool(parameters={"description": "\ud800"})], "parameters holds half a character"),
+]
+
+
+@pytest.mark.parametrize(("given", "words"), BAD_TOOLS, ids=[words for _, words in BAD_TOOLS])
+def test_a_bad_tool_is_refused_in_words(given: Any, words: str) -> None:
+    with pytest.raises(InvalidChat) as refused:
+        parse_chat(messages=json.dumps([USER]), tools=json.dumps(given))
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("given", [[{"type": "web_search"}], [tool(strict=True)]])
+def test_tools_that_are_not_built_are_named(given: Any) -> None:
+    with pytest.raises(UnsupportedChat, match=r"tools\[0\]"):
+        parse_tools(json.dumps(given))
+
+
+def test_a_chat_with_everything() -> None:
+    request = parse_chat(
+        messages=json.dumps([USER, CALLING, RESULT]).encode(),
+        tools=json.dumps([TOOL, tool(name="g", description=None, parameters=None, strict=False)]),
+        tool_choice="auto",
+        reasoning_effort="high",
+        response_format='{"type": "text"}',
+        parallel_tool_calls=True,
+        sampling={"temperature": 0.5},
+        stream=True,
+    )
+    assert [message["role"] for message in request.messages] == ["user", "assistant", "tool"]
+    assert tool_names(request) == ("f", "g")
+    assert request.tools[0] == TOOL
+    assert request.reasoning_effort == "high"
+    assert request.sampling == {"temperature": 0.5}
+    assert request.stream
+
+
+def test_what_is_not_given_has_its_default() -> None:
+    request = parse_chat(messages=json.dumps([USER]))
+    assert request.tools == ()
+    assert request.reasoning_effort == "medium"
+    assert request.sampling == {}
+    assert not request.stream
+
+
+@pytest.mark.parametrize("choice", ["none", '"none"', b"none"])
+def test_tool_choice_none_offers_no_tools(choice: bytes | str) -> None:
+    request = parse_chat(messages=json.dumps([USER]), tools=json.dumps([TOOL]), tool_choice=choice)
+    assert request.tools == ()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "kind"),
+    [
+        ("tool_choice", "required", UnsupportedChat),
+        ("tool_choice", '{"type": "function", "function": {"name": "f"}}', UnsupportedChat),
+        ("tool_choice", "sometimes", InvalidChat),
+        ("tool_choice", "{", InvalidChat),
+        ("response_format", '{"type": "json_object"}', UnsupportedChat),
+        ("response_format", '{"type": "json_schema", "json_schema": {}}', UnsupportedChat),
+        ("response_format", '{"type": "xml"}', InvalidChat),
+        ("response_format", "text", InvalidChat),
+        ("reasoning_effort", "extreme", InvalidChat),
+        ("reasoning_effort", "High", InvalidChat),
+        ("parallel_tool_calls", False, UnsupportedChat),
+    ],
+)
+def test_a_bad_choice_is_refused_by_name(field: str, value: Any, kind: type[InvalidChat]) -> None:
+    with pytest.raises(InvalidChat) as refused:
+        parse_chat(messages=json.dumps([USER]), **{field: value})
+    assert type(refused.value) is kind
+    assert field in str(refused.value)
+
+
+def test_a_plain_text_is_one_users_message() -> None:
+    request = parse_chat(messages=user_message('Say "<|end|>" ü'.encode()))
+    assert request.messages == ({"role": "user", "content": 'Say "<|end|>" ü'},)
+    with pytest.raises(InvalidChat, match="text_input is empty"):
+        user_message("")
+    with pytest.raises(InvalidChat, match="text_input is not UTF-8: byte 0xff at position 2"):
+        user_message(b"Hi\xff")
+
+
+def test_stop_words_have_limits() -> None:
+    assert check_stop_words([b"END", "ü"]) == ("END", "ü")
+    for bad, words in [
+        (["x"] * (MAX_STOP_WORDS + 1), f"at most {MAX_STOP_WORDS} texts, got {MAX_STOP_WORDS + 1}"),
+        (["a", ""], r"stop_words\[1\] must have 1 to 256 characters, got 0"),
+        (["a" * 257], r"stop_words\[0\] must have 1 to 256 characters, got 257"),
+        ([b"\xff"], r"stop_words\[0\] is not UTF-8"),
+    ]:
+        with pytest.raises(InvalidChat, match=words):
+            check_stop_words(bad)
