@@ -8,17 +8,13 @@ from typing import Any
 
 import numpy as np
 from tritonclient import grpc as tritonclient
-from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+from tritonclient.utils import np_to_triton_dtype
 
 _NUMPY_TYPES = {bool: np.bool_, int: np.int32, float: np.float32}
 
 
 class RequestFailed(RuntimeError):
-    """The server refused or failed a request: its own sentence. `code` as gRPC names it."""
-
-    def __init__(self, message: str, code: str) -> None:
-        super().__init__(message)
-        self.code = code
+    """The server refused or failed a request, or is not there: its own sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +57,8 @@ class ChatClient:
         Closing the iterator before its end cancels the request: the engine stops within moments.
         """
         arrivals: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+        # Errors come as sentences without their codes: the header `triton_grpc_error`, which asks
+        # for codes, makes the 2.51 server crash sooner or later.
         self._client.start_stream(lambda result, error: arrivals.put((result, error)))
         is_over = False
         try:
@@ -73,18 +71,13 @@ class ChatClient:
                 result, error = arrivals.get()
                 if error is not None:
                     is_over = True
-                    raise _failure(error)
+                    raise RequestFailed(error.message() or str(error))
                 response = result.get_response()
                 is_over = response.parameters["triton_final_response"].bool_param
                 if response.outputs:
                     yield _decoded(result)
         finally:
             self._client.stop_stream(cancel_requests=not is_over)
-
-
-def _failure(error: InferenceServerException) -> RequestFailed:
-    status = str(error.status() or "")
-    return RequestFailed(error.message() or str(error), status.removeprefix("StatusCode."))
 
 
 def _tensor(name: str, value: Any) -> tritonclient.InferInput:

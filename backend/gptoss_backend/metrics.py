@@ -93,9 +93,6 @@ class EngineMetrics:
             stats.num_used_pages / stats.num_pages,
             stats.num_used_window_pages / stats.num_window_pages,
         )
-        self._set("vllm:num_requests_running", stats.num_running)
-        self._set("vllm:num_requests_waiting", stats.num_waiting)
-        self._set("vllm:kv_cache_usage_perc", usage)
         aborted = stats.num_finished.get("abort", 0)
         self._raise("vllm:prompt_tokens_total", stats.num_prompt_tokens)
         self._raise("vllm:generation_tokens_total", stats.num_generated_tokens)
@@ -103,6 +100,10 @@ class EngineMetrics:
         self._raise("gptoss:aborted_generations_total", aborted)
         for reason, total in stats.num_finished.items():
             self._raise(f"{_FINISHED} {reason}", total)
+        # Last, so that whoever sees the engine idle sees what it has done.
+        self._set("vllm:num_requests_running", stats.num_running)
+        self._set("vllm:num_requests_waiting", stats.num_waiting)
+        self._set("vllm:kv_cache_usage_perc", usage)
 
     def _set(self, name: str, value: float) -> None:
         if self._told.get(name) != value:

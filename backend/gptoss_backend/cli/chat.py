@@ -201,7 +201,7 @@ class _Conversation:
                 for response in responses:
                     self._show(answer, response)
         except RequestFailed as error:
-            raise CommandFailed(f"no answer: {error} ({error.code})") from error
+            raise CommandFailed(f"no answer: {error}") from error
         finally:
             if answer.text or answer.reasoning or answer.tool_calls:
                 self._out.print()
