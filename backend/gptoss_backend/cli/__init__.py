@@ -9,6 +9,7 @@ import typer
 from gptoss_engine.config import InvalidConfig
 from gptoss_engine.types import InvalidRequest
 
+from gptoss_backend.cli import bench
 from gptoss_backend.cli.chat import chat
 from gptoss_backend.cli.errors import CommandFailed
 from gptoss_backend.cli.generate import generate
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 for command in (serve, chat, generate, inspect):
     app.command()(command)
+app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:

@@ -1,6 +1,5 @@
 """`gptoss generate`: the engine alone in this process, no server."""
 
-import importlib.metadata
 import json
 import queue
 import time
@@ -14,6 +13,7 @@ from gptoss_engine.types import GenerationRequest, InvalidRequest, SamplingParam
 from rich.console import Console
 
 from gptoss_backend.cli.errors import CommandFailed
+from gptoss_backend.cli.formats import load_format
 from gptoss_backend.cli.options import with_engine_config
 
 
@@ -58,7 +58,7 @@ def generate(
     if token_ids:
         _generate_token_ids(_parse_token_ids(prompt), sampling, config)
     else:
-        _generate_text(prompt, raw, _load_format(format_name, config), effort, sampling, config)
+        _generate_text(prompt, raw, load_format(format_name, config), effort, sampling, config)
 
 
 def _generate_token_ids(
@@ -141,18 +141,3 @@ def _parse_token_ids(text: str) -> tuple[int, ...]:
     if not isinstance(token_ids, list) or not all(type(each) is int for each in token_ids):
         raise InvalidRequest(f"token ids must be a JSON list of integers, got {text[:60]}")
     return tuple(token_ids)
-
-
-def _load_format(name: str, config: EngineConfig) -> Any:
-    """By entry point: this package knows no format by name."""
-    from gptoss_engine.runner import checkpoint_folder
-
-    known = {each.name: each for each in importlib.metadata.entry_points(group="gptoss.formats")}
-    if name not in known:
-        raise InvalidConfig(f"format must be one of {', '.join(sorted(known))}, got {name!r}")
-    folder = None if config.model == "demo" else checkpoint_folder(config.model)
-    try:
-        return known[name].load().load(folder)
-    except RuntimeError as error:
-        # A format that misses something says in words what it is.
-        raise CommandFailed(str(error)) from error
