@@ -347,9 +347,8 @@ class EngineLoop:
             return aborts
 
     def _has_something_to_do(self) -> bool:
-        engine = self._engine
         has_mail = bool(self._arrivals or self._aborts)
-        return has_mail or engine.has_work or engine.is_broken or self._is_stopping
+        return has_mail or self._engine.has_work or self._is_stopping
 
     def _deliver(self, chunks: list[TokenChunk]) -> None:
         done: list[str] = []
@@ -368,7 +367,6 @@ class EngineLoop:
             # Only now, so that a drained loop has delivered all.
             for generation_id in done:
                 self._open.pop(generation_id, None)
-                self._aborts.pop(generation_id, None)
             self._stats = self._engine.stats()
             self._condition.notify_all()
 

@@ -374,7 +374,10 @@ def test_the_queues_limits_refuse_with_unavailable() -> None:
         FakeRunner(on_run=gate), max_num_seqs=1, max_waiting_requests=2, max_waiting_tokens=9
     )
     with running(engine) as loop:
-        clients = [submit(loop, "a", max_tokens=1)]
+        clients = [submit(loop, "a", max_tokens=2, ignore_eos=True)]
+        gate.let()
+        clients[0].next()
+        gate.wait()
         gate.wait()
         clients += [submit(loop, name, max_tokens=1) for name in "bc"]
         with pytest.raises(Unavailable, match=r"as many as max_waiting_requests \(2\) allows"):
@@ -432,6 +435,22 @@ def refuse_from_now_on(loop: EngineLoop) -> None:
     """Wait until the loop's door is shut."""
     with loop._condition:
         loop._condition.wait_for(lambda: loop._refusal, SECONDS)
+
+
+def test_a_generation_is_open_until_its_final_chunk_is_delivered() -> None:
+    is_told, may_go_on = threading.Event(), threading.Event()
+
+    def on_chunk(chunk: TokenChunk) -> None:
+        is_told.set()
+        assert may_go_on.wait(SECONDS)
+
+    with running(fake_engine()) as loop:
+        loop.submit(request("a", max_tokens=1), on_chunk)
+        assert is_told.wait(SECONDS)
+        with pytest.raises(InvalidRequest, match="still open"):
+            submit(loop, "a")
+        may_go_on.set()
+        assert loop.drain(SECONDS)
 
 
 def test_drain_cuts_at_its_limit() -> None:

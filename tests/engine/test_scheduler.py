@@ -149,6 +149,27 @@ def test_when_pages_run_out_the_last_admitted_goes_back_to_the_head_of_the_queue
     assert scheduler.num_preemptions > 0
 
 
+def test_nobody_restarts_in_the_step_that_took_its_pages() -> None:
+    class WrongForB(PlainDecoder):
+        """b's guesses are all wrong, so it holds more pages than it needs to restart."""
+
+        def propose(self, sequence: Sequence) -> tuple[int, ...]:
+            return (96, 96, 96) if sequence.generation_id == "b" else ()
+
+        def accept(self, draft: tuple[int, ...], sampled: tuple[int, ...]) -> tuple[int, ...]:
+            return sampled[:1]
+
+    runner = FakeRunner(page_size=1, num_pages=5, sliding_window=1)
+    scheduler = make_scheduler(runner, decoder=WrongForB())
+    scheduler.add(make_sequence("a", 1, 2))
+    scheduler.add(make_sequence("b", 1, 4))
+    step, _ = run(scheduler, runner)
+    assert (sizes(step), scheduler.full.num_free) == ([("a", 1), ("b", 1)], 0)
+    step, _ = run(scheduler, runner)
+    assert sizes(step) == [("a", 1)]
+    assert [sequence.status for sequence in step.preempted] == [Status.WAITING]
+
+
 def test_a_prefill_chunk_shrinks_to_the_free_pages_before_anyone_is_preempted() -> None:
     runner = FakeRunner(page_size=2, num_pages=16, num_window_pages=6, sliding_window=2)
     scheduler = make_scheduler(runner, max_num_batched_tokens=16)
@@ -312,7 +333,12 @@ def test_accepted_guesses_give_the_plain_answer_in_fewer_steps(
         scheduler.add(sequence)
     num_steps = 0
     while scheduler.has_work:
-        step, _ = run(scheduler, runner)
+        step = scheduler.schedule()
+        assert all(
+            len(item.sequence.token_ids) + len(item.draft_token_ids) < 3 + max_tokens
+            for item in step.items
+        ), "the last token needs no guess after it"
+        scheduler.update(step, runner.run(step))
         num_steps += 1
         assert sum(item.num_slots for item in step.items) <= scheduler.max_num_batched_tokens
     assert [tuple(sequence.token_ids[3:]) for sequence in sequences] == expected
