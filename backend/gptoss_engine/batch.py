@@ -59,17 +59,20 @@ class Sampling:
     num_logprobs: tuple[int | None, ...]
 
     @classmethod
-    def build(cls, sequences: list[Sequence], vocab_size: int, device: torch.device) -> "Sampling":
+    def build(
+        cls, due: list[tuple[Sequence, int]], vocab_size: int, device: torch.device
+    ) -> "Sampling":
+        """due: for each row its sequence, and how many of the sequence's output tokens precede."""
         random = [
-            (row, sequence)
-            for row, sequence in enumerate(sequences)
+            (row, sequence, index)
+            for row, (sequence, index) in enumerate(due)
             if sequence.sampling.temperature >= GREEDY_TEMPERATURE
         ]
-        params = [sequence.sampling for _, sequence in random]
+        params = [sequence.sampling for _, sequence, _ in random]
         masked = [
             (row, token_id)
-            for row, sequence in enumerate(sequences)
-            if sequence.num_output_tokens < sequence.sampling.min_tokens
+            for row, (sequence, index) in enumerate(due)
+            if index < sequence.sampling.min_tokens
             for token_id in sequence.stop_token_ids
             if token_id < vocab_size
         ]
@@ -82,15 +85,15 @@ class Sampling:
 
         top_k = [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params]
         return cls(
-            random_rows=integers(row for row, _ in random),
+            random_rows=integers(row for row, _, _ in random),
             temperature=numbers(p.temperature for p in params),
             top_k=integers(top_k) if any(k < vocab_size for k in top_k) else None,
             top_p=numbers(p.top_p for p in params) if any(p.top_p < 1 for p in params) else None,
             min_p=numbers(p.min_p for p in params) if any(p.min_p > 0 for p in params) else None,
-            uniforms=numbers(uniform(s.seed, s.num_output_tokens) for _, s in random),
+            uniforms=numbers(uniform(s.seed, index) for _, s, index in random),
             masked_rows=integers(row for row, _ in masked),
             masked_ids=integers(token_id for _, token_id in masked),
-            num_logprobs=tuple(sequence.sampling.logprobs for sequence in sequences),
+            num_logprobs=tuple(sequence.sampling.logprobs for sequence, _ in due),
         )
 
 
@@ -100,7 +103,8 @@ class Batch:
 
     input_ids, positions [T] int64; query_start [B + 1] int32: where each sequence's rows begin;
     seq_lens [B] int32: tokens in the cache once the step is done; sample_rows [S] int64: the rows
-    whose next token is due, in order; full, window: the two page groups.
+    after which a token is due, a sequence's last known token and its drafts; full, window: the two
+    page groups.
     """
 
     input_ids: Tensor
@@ -121,12 +125,17 @@ class Batch:
         assert all(item.num_tokens > 0 for item in step.items)
         positions = [_positions(item) for item in step.items]
         query_start = np.cumsum([0, *map(len, positions)], dtype=np.int32)
-        input_ids = [
-            token_id
-            for item, new in zip(step.items, positions, strict=True)
-            for token_id in item.sequence.token_ids[new.start : new.stop]
-        ]
-        sampled = [row for row, item in enumerate(step.items) if item.is_sampled]
+        input_ids: list[int] = []
+        sample_rows: list[int] = []
+        due: list[tuple[Sequence, int]] = []
+        for item, end in zip(step.items, query_start[1:].tolist(), strict=True):
+            sequence, first = item.sequence, item.sequence.num_computed_tokens
+            input_ids += sequence.token_ids[first : first + item.num_tokens]
+            input_ids += item.draft_token_ids
+            if item.is_sampled:
+                num_due = 1 + len(item.draft_token_ids)
+                sample_rows += range(end - num_due, end)
+                due += [(sequence, sequence.num_output_tokens + k) for k in range(num_due)]
         tables = [item.sequence.page_tables for item in step.items]
         return cls(
             input_ids=_tensor(np.array(input_ids, dtype=np.int64), device),
@@ -135,10 +144,8 @@ class Batch:
             ),
             query_start=_tensor(query_start, device),
             seq_lens=_tensor(np.array([p.stop for p in positions], dtype=np.int32), device),
-            sample_rows=_tensor(query_start[1:][sampled].astype(np.int64) - 1, device),
-            sampling=Sampling.build(
-                [step.items[row].sequence for row in sampled], vocab_size, device
-            ),
+            sample_rows=_tensor(np.array(sample_rows, dtype=np.int64), device),
+            sampling=Sampling.build(due, vocab_size, device),
             full=PageGroup.build([t.full for t in tables], positions, page_size, device),
             window=PageGroup.build([t.window for t in tables], positions, page_size, device),
         )
@@ -163,7 +170,7 @@ def _mix(state: int) -> int:
 
 def _positions(item: ScheduledItem) -> range:
     first = item.sequence.num_computed_tokens
-    return range(first, first + item.num_tokens)
+    return range(first, first + item.num_slots)
 
 
 def _tensor(array: np.ndarray, device: torch.device) -> Tensor:

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -65,7 +66,7 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, step: ScheduledStep) -> StepOutput:
-        """Computes the step's tokens; one entry an item, () where no token was due."""
+        """Computes the step's tokens and chooses what follows the known ones and each draft."""
         batch = Batch.build(
             step,
             page_size=self._page_size,
@@ -75,11 +76,16 @@ class Runner:
         hidden = self._model.forward(batch, self._cache, self._ops)
         logits = self._model.logits(hidden, batch.sample_rows, self._ops)
         token_ids, logprobs = self._sample(logits, batch.sampling)
-        sampled = iter(zip(token_ids, logprobs, strict=True))
-        entries = [next(sampled) if item.is_sampled else None for item in step.items]
+        due = [1 + len(item.draft_token_ids) if item.is_sampled else 0 for item in step.items]
+        ends = list(accumulate(due))
         return StepOutput(
-            token_ids=tuple((entry[0],) if entry else () for entry in entries),
-            logprobs=tuple((entry[1],) if entry and entry[1] else () for entry in entries),
+            token_ids=tuple(
+                tuple(token_ids[end - count : end]) for end, count in zip(ends, due, strict=True)
+            ),
+            logprobs=tuple(
+                tuple(entry for entry in logprobs[end - count : end] if entry is not None)
+                for end, count in zip(ends, due, strict=True)
+            ),
         )
 
     def _sample(

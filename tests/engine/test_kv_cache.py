@@ -1,0 +1,70 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from gptoss_engine.config import EngineConfig, InvalidConfig
+from gptoss_engine.kv_cache import KVCache, PageCounts, max_model_len
+
+from .fakes import model_config
+
+# Two layers, one of each kind, one KV head of 4: 2 * 4 * 4 bytes a token and layer in fp32.
+MODEL = model_config(sliding_window=128, max_model_len=4096)
+CONFIG = EngineConfig(page_size=64, max_num_seqs=2, max_num_batched_tokens=640)
+
+
+def test_configured_counts_are_kept():
+    counts = PageCounts.derive(
+        replace(CONFIG, num_pages=7, num_window_pages=5), MODEL, torch.float32
+    )
+    assert counts == PageCounts(full=7, window=5)
+
+
+def test_derived_counts_serve_all_sequences_and_no_more():
+    # Two windows of 2 pages, each one page more for where it starts and one for the new tokens,
+    # and the 10 pages that a step's tokens fill.
+    assert PageCounts.derive(CONFIG, MODEL, torch.float32) == PageCounts(full=128, window=18)
+    short = replace(CONFIG, max_model_len=100)
+    assert PageCounts.derive(short, MODEL, torch.float32) == PageCounts(full=4, window=4)
+
+
+def test_derived_counts_fit_the_memory():
+    config = replace(CONFIG, kv_cache_gigabytes=0.001, max_num_seqs=32)
+    window = 32 * 4 + 10
+    in_all = 1_000_000 // (64 * 32)
+    counts = PageCounts.derive(config, MODEL, torch.float32)
+    assert counts == PageCounts(full=in_all - window, window=window)
+
+
+def test_bf16_gets_twice_the_pages_of_fp32():
+    config = replace(CONFIG, kv_cache_gigabytes=0.001, num_window_pages=10, max_num_seqs=100)
+    fp32 = PageCounts.derive(config, MODEL, torch.float32).full
+    bf16 = PageCounts.derive(config, MODEL, torch.bfloat16).full
+    assert abs(bf16 + 10 - 2 * (fp32 + 10)) <= 1
+
+
+def test_no_room_for_full_layers_is_a_sentence():
+    config = replace(CONFIG, kv_cache_gigabytes=0.001, num_window_pages=1000)
+    with pytest.raises(InvalidConfig, match=r"kv_cache_gigabytes \(0\.001\) leaves no page"):
+        PageCounts.derive(config, MODEL, torch.float32)
+
+
+def test_max_model_len_is_at_most_the_checkpoints():
+    assert max_model_len(CONFIG, MODEL) == 4096
+    assert max_model_len(replace(CONFIG, max_model_len=100), MODEL) == 100
+    with pytest.raises(InvalidConfig, match="at most the checkpoint's 4096, got 4097"):
+        max_model_len(replace(CONFIG, max_model_len=4097), MODEL)
+
+
+def test_each_layer_has_the_pages_of_its_group():
+    cache = KVCache.allocate(
+        MODEL,
+        page_size=16,
+        num_pages=5,
+        num_window_pages=3,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+    )
+    for tensors in (cache.keys, cache.values):
+        assert [tensor.shape for tensor in tensors] == [(3, 16, 1, 4), (5, 16, 1, 4)]
+        assert all(tensor.dtype == torch.bfloat16 for tensor in tensors)
+    assert cache.keys[0].data_ptr() != cache.values[0].data_ptr()

@@ -1,0 +1,179 @@
+"""The whole forward pass against two other implementations: transformers', live, and OpenAI's own,
+as golden values (tools/make_golden.py)."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gptoss_engine.batch import Batch
+from gptoss_engine.checkpoint import Checkpoint
+from gptoss_engine.kv_cache import KVCache
+from gptoss_engine.model import GptOss
+from gptoss_engine.model_config import ModelConfig
+from gptoss_engine.sequence import PageTables, ScheduledItem, ScheduledStep
+from gptoss_engine.weights import Weights
+from gptoss_kernels import ops
+from gptoss_kernels.testing import rel_error
+from torch import Tensor
+
+from ..tiny_checkpoint import TinyCheckpoint
+from .stepping import sequence
+
+CPU = torch.device("cpu")
+OPS = ops.load("reference")
+PAGE_SIZE = 16
+BOUND = 1e-4  # in fp32, of the largest difference over the mean size
+GOLDEN = Path(__file__).parent.parent / "golden"
+
+
+def logits_of(
+    config: ModelConfig,
+    weights: Weights,
+    token_ids: list[int],
+    cuts: tuple[int, ...] = (),
+) -> Tensor:
+    """Of every position, [T, V] in the model's dtype; computed in pieces that end at the cuts."""
+    rope = config.rope
+    table = OPS.rope_table(
+        len(token_ids),
+        config.head_dim,
+        theta=rope.theta,
+        factor=rope.factor,
+        beta_fast=rope.beta_fast,
+        beta_slow=rope.beta_slow,
+        original_context=rope.original_context,
+    )
+    num_pages = -(-len(token_ids) // PAGE_SIZE)
+    cache = KVCache.allocate(
+        config,
+        page_size=PAGE_SIZE,
+        num_pages=num_pages,
+        num_window_pages=num_pages,
+        dtype=weights.embedding.dtype,
+        device=CPU,
+    )
+    for tensor in (*cache.keys, *cache.values):
+        tensor.fill_(math.nan)
+    model = GptOss(config, weights, table)
+    made = sequence(token_ids)
+    made.page_tables = PageTables(list(range(num_pages))[::-1], list(range(num_pages)))
+    pieces = []
+    with torch.inference_mode():
+        for end in (*cuts, len(token_ids)):
+            item = ScheduledItem(made, end - made.num_computed_tokens)
+            batch = Batch.build(
+                ScheduledStep((item,)),
+                page_size=PAGE_SIZE,
+                vocab_size=config.vocab_size,
+                device=CPU,
+            )
+            hidden = model.forward(batch, cache, OPS)
+            pieces.append(model.logits(hidden, torch.arange(len(hidden)), OPS))
+            made.num_computed_tokens = end
+    return torch.cat(pieces)
+
+
+def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[ModelConfig, Weights]:
+    checkpoint = Checkpoint(folder)
+    return checkpoint.config, Weights.load(checkpoint, dtype, CPU)
+
+
+@pytest.fixture(scope="module")
+def token_ids(tiny_checkpoint: TinyCheckpoint) -> list[int]:
+    """300 random tokens: past the window of 128 twice."""
+    generator = torch.Generator().manual_seed(7)
+    return torch.randint(tiny_checkpoint.size.vocabulary, (300,), generator=generator).tolist()
+
+
+@pytest.fixture(scope="module")
+def expected(transformers_model, token_ids: list[int]) -> Tensor:
+    with torch.inference_mode():
+        return transformers_model(torch.tensor([token_ids])).logits[0]
+
+
+@pytest.mark.parametrize("layout", ["huggingface", "original", "dequantised"])
+def test_every_logit_agrees_with_transformers(
+    tiny_checkpoint: TinyCheckpoint,
+    token_ids: list[int],
+    expected: Tensor,
+    layout: str,
+):
+    logits = logits_of(*loaded(tiny_checkpoint.folders[layout]), token_ids)
+    assert rel_error(logits, expected) < BOUND
+    assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+
+
+def test_chunks_agree_with_transformers(
+    tiny_checkpoint: TinyCheckpoint, token_ids: list[int], expected: Tensor
+):
+    cuts = (1, 2, 15, 16, 17, 128, 129, 200, 299)
+    logits = logits_of(*loaded(tiny_checkpoint.original), token_ids, cuts)
+    assert rel_error(logits, expected) < BOUND
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sliding_window": 127},
+        {"sliding_window": 129},
+        {"layer_types": ("full_attention", "sliding_attention") * 2},
+        {"rms_norm_eps": 1e-3},
+        {"swiglu_limit": 6.0},
+        {"swiglu_alpha": 1.6},
+        {"experts_per_token": 2},
+        {"rope": {"factor": 16.0}},
+        {"rope": {"beta_fast": 16.0}},
+        {"rope": {"theta": 10000.0}},
+    ],
+    ids=str,
+)
+def test_a_wrong_figure_shows(
+    tiny_checkpoint: TinyCheckpoint,
+    token_ids: list[int],
+    expected: Tensor,
+    change: dict,
+):
+    config, weights = loaded(tiny_checkpoint.original)
+    if "rope" in change:
+        change = {"rope": replace(config.rope, **change["rope"])}
+    logits = logits_of(replace(config, **change), weights, token_ids)
+    assert rel_error(logits, expected) > 5 * BOUND
+
+
+def test_a_sink_scaled_like_a_score_shows(
+    tiny_checkpoint: TinyCheckpoint, token_ids: list[int], expected: Tensor
+):
+    config, weights = loaded(tiny_checkpoint.original)
+    sinks = weights.layers[0].sinks
+    sinks.copy_(sinks * 0.125)
+    assert rel_error(logits_of(config, weights, token_ids), expected) > 5 * BOUND
+
+
+@pytest.fixture(scope="module")
+def golden() -> dict[str, np.ndarray]:
+    """OpenAI's reference package, run with its own bf16 weights and with these widened to fp32."""
+    with np.load(GOLDEN / "golden.npz") as file:
+        return dict(file)
+
+
+def test_fp32_agrees_with_openai(golden: dict[str, np.ndarray]):
+    logits = logits_of(*loaded(GOLDEN), golden["token_ids"].tolist())
+    expected = torch.from_numpy(golden["logits_float32"])
+    assert rel_error(logits[golden["positions"]], expected) < BOUND
+    assert np.array_equal(logits.argmax(-1).numpy(), golden["argmax_float32"])
+
+
+def test_bf16_is_no_further_from_the_truth_than_the_reference_is(golden: dict[str, np.ndarray]):
+    """bf16 rounds at every step, and two orders of rounding differ by as much as each differs
+    from fp32: so the yardstick is the reference's own distance from it. Ours keeps scores,
+    softmax and SwiGLU in fp32, and so must not exceed it."""
+    logits = logits_of(*loaded(GOLDEN, torch.bfloat16), golden["token_ids"].tolist())
+    assert logits.dtype == torch.bfloat16
+    exact = torch.from_numpy(golden["logits_float32"])
+    theirs = torch.from_numpy(golden["logits_bfloat16"])
+    assert rel_error(logits[golden["positions"]], exact) <= rel_error(theirs, exact)
+    agreeing = (logits.argmax(-1).numpy() == golden["argmax_float32"]).mean()
+    assert agreeing >= (golden["argmax_bfloat16"] == golden["argmax_float32"]).mean()

@@ -1,0 +1,241 @@
+"""Steps as a scheduler would order them: pages, chunks, batches, and what is sampled."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from gptoss_engine.config import EngineConfig, InvalidConfig
+from gptoss_engine.engine import Engine
+from gptoss_engine.model_config import InvalidCheckpoint
+from gptoss_engine.runner import Runner, load_runner
+from gptoss_engine.sequence import ScheduledItem
+from gptoss_engine.types import GenerationRequest, SamplingParams
+
+from ..tiny_checkpoint import TinyCheckpoint
+from .stepping import GREEDY, Stepper, outputs, sequence, tiny_runner
+
+PROMPTS = [
+    [(11 * i + 7 * j * j) % 512 for j in range(length)]
+    for i, length in enumerate((1, 60, 127, 128, 129, 250))
+]
+
+
+@pytest.fixture(scope="module")
+def runner(tiny_checkpoint: TinyCheckpoint) -> Runner:
+    return tiny_runner(tiny_checkpoint.huggingface)
+
+
+def alone(
+    runner: Runner, prompt: list[int], sampling: SamplingParams, seed: int = 0, num_tokens: int = 40
+) -> list[int]:
+    made = sequence(prompt, sampling, seed)
+    Stepper(runner).generate(made, num_tokens=num_tokens)
+    return outputs(made)
+
+
+@pytest.fixture(scope="module")
+def greedy_answer(transformers_model) -> list[int]:
+    """transformers' 200 greedy tokens after 60 of prompt: they cross the window's edge."""
+    prompt = torch.tensor([PROMPTS[1]])
+    with torch.inference_mode():
+        out = transformers_model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=200,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    return out[0, 60:].tolist()
+
+
+@pytest.mark.parametrize(
+    ("layout", "page_size", "chunk"),
+    [("huggingface", 64, 1000), ("original", 16, 25), ("dequantised", 1, 7)],
+)
+def test_greedy_is_transformers(
+    tiny_checkpoint: TinyCheckpoint,
+    greedy_answer: list[int],
+    layout: str,
+    page_size: int,
+    chunk: int,
+):
+    runner = tiny_runner(
+        tiny_checkpoint.folders[layout],
+        page_size=page_size,
+        num_pages=-(-260 // page_size),
+        num_window_pages=-(-128 // page_size) + 2 + chunk // page_size,
+    )
+    made = sequence(PROMPTS[1])
+    Stepper(runner, page_size).generate(made, num_tokens=200, chunk=chunk)
+    assert outputs(made) == greedy_answer
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 16, 100])
+def test_chunked_is_whole(runner: Runner, chunk: int):
+    for prompt in PROMPTS[-2:]:
+        made = sequence(prompt)
+        Stepper(runner).generate(made, num_tokens=5, chunk=chunk)
+        assert outputs(made) == alone(runner, prompt, GREEDY, num_tokens=5)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [GREEDY, SamplingParams(), SamplingParams(temperature=0.8, top_k=40, top_p=0.9, min_p=0.02)],
+    ids=["greedy", "sampled", "cut"],
+)
+def test_batched_is_alone(runner: Runner, sampling: SamplingParams):
+    """Six sequences that start and end at different steps, prefill beside decode."""
+    made = [sequence(prompt, sampling, seed) for seed, prompt in enumerate(PROMPTS)]
+    stepper = Stepper(runner)
+    for number in range(1, 6):
+        stepper.advance(*made[:number], chunk=50)
+    stepper.generate(*made, num_tokens=40, chunk=50)
+    for seed, (prompt, one) in enumerate(zip(PROMPTS, made, strict=True)):
+        assert outputs(one)[:40] == alone(runner, prompt, sampling, seed)
+
+
+def test_a_sequence_that_lost_its_pages_continues_the_same(runner: Runner):
+    sampling = SamplingParams()
+    made = sequence(PROMPTS[4], sampling, seed=3)
+    Stepper(runner).generate(made, num_tokens=15)
+    made.num_computed_tokens = 0
+    made.page_tables.full.clear()
+    made.page_tables.window.clear()
+    Stepper(runner).generate(made, num_tokens=40, chunk=100)
+    assert outputs(made) == alone(runner, PROMPTS[4], sampling, seed=3)
+
+
+def test_pages_that_no_query_can_see_are_not_read(runner: Runner):
+    """Everything that the sequence does not own is poisoned before each step."""
+    made = sequence(PROMPTS[5])
+    stepper = Stepper(runner)
+    while made.num_output_tokens < 20:
+        stepper.advance(made, chunk=70)
+        cache = runner._cache
+        for layer, (keys, values) in enumerate(zip(cache.keys, cache.values, strict=True)):
+            is_window = runner.model_config.is_window(layer)
+            free = stepper.window if is_window else stepper.full
+            keys[free], values[free] = math.nan, math.nan
+    for tensor in (*runner._cache.keys, *runner._cache.values):
+        tensor.zero_()
+    assert outputs(made) == alone(runner, PROMPTS[5], GREEDY, num_tokens=20)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams()], ids=["greedy", "sampled"])
+def test_tokens_after_right_drafts_are_the_answer_and_wrong_ones_change_nothing(
+    runner: Runner, sampling: SamplingParams
+):
+    answer = alone(runner, PROMPTS[3], sampling, seed=9)
+    made = sequence(PROMPTS[3], sampling, seed=9)
+    stepper = Stepper(runner)
+    stepper.advance(made)
+    draft = (answer[1], answer[2], (answer[3] + 1) % 512)
+    output = stepper.step(ScheduledItem(made, 1, draft))
+    assert output.token_ids[0][:3] == tuple(answer[1:4])
+    assert len(output.token_ids[0]) == 4
+    stepper.generate(made, num_tokens=40)
+    assert outputs(made) == answer
+
+
+def test_a_chunk_that_does_not_end_the_prompt_samples_nothing(runner: Runner):
+    stepper = Stepper(runner)
+    chunk, other = sequence(PROMPTS[4]), sequence(PROMPTS[0], SamplingParams(logprobs=0))
+    output = stepper.step(ScheduledItem(chunk, 20), ScheduledItem(other, 1))
+    assert output.token_ids[0] == ()
+    assert output.logprobs[0] == ()
+    assert len(output.token_ids[1]) == len(output.logprobs[1]) == 1
+    output = stepper.step(ScheduledItem(chunk, 20))
+    assert output.token_ids == ((),)
+
+
+def test_seeds_decide_and_nothing_else_does(runner: Runner):
+    answers = {tuple(alone(runner, PROMPTS[2], SamplingParams(), seed)) for seed in range(5)}
+    assert len(answers) == 5
+    again = alone(runner, PROMPTS[2], SamplingParams(), 4)
+    assert tuple(again) in answers
+
+
+def test_logprobs_are_of_the_raw_logits_and_only_where_asked(runner: Runner):
+    """Temperature, cuts and masks do not touch them; they sum to one over the vocabulary."""
+    plain = sequence(PROMPTS[1])
+    hot = sequence(PROMPTS[1], SamplingParams(temperature=3.0, top_k=5, logprobs=20), seed=2)
+    few = sequence(PROMPTS[1], SamplingParams(temperature=0.0, logprobs=3))
+    output = Stepper(runner).advance(plain, hot, few)
+    assert output.logprobs[0] == ()
+    ((chosen,), (greedy,)) = output.logprobs[1:]
+    assert len(chosen.top) == 20
+    assert greedy.top == chosen.top[:3]
+    assert greedy.top[0] == (outputs(few)[0], greedy.logprob)
+    assert dict(chosen.top)[outputs(hot)[0]] == chosen.logprob
+    assert [logprob for _, logprob in chosen.top] == sorted(
+        (logprob for _, logprob in chosen.top), reverse=True
+    )
+    assert 0.3 < sum(math.exp(logprob) for _, logprob in chosen.top) < 1
+
+
+def test_stop_tokens_are_not_chosen_before_min_tokens(runner: Runner):
+    answer = alone(runner, PROMPTS[1], GREEDY, num_tokens=4)
+    sampling = SamplingParams(temperature=0.0, min_tokens=2, logprobs=1)
+    made = sequence(PROMPTS[1], sampling, stop_token_ids=frozenset(answer))
+    stepper = Stepper(runner)
+    (((first,),),) = (stepper.advance(made).logprobs,)
+    assert outputs(made)[0] not in answer
+    assert first.top[0][0] == answer[0]  # what the model said, before the mask
+    stepper.advance(made)
+    assert outputs(made)[1] not in answer
+    # From the third token on nothing is masked any more.
+    stepper.advance(made)
+    free = sequence(made.token_ids[:-1])
+    Stepper(runner).advance(free)
+    assert outputs(free) == outputs(made)[2:]
+
+
+def test_bf16_runs_and_decodes_as_it_prefills(tiny_checkpoint: TinyCheckpoint):
+    runner = tiny_runner(tiny_checkpoint.original, dtype="bfloat16")
+    answer = alone(runner, PROMPTS[4], GREEDY, num_tokens=10)
+    whole = sequence(PROMPTS[4] + answer)
+    Stepper(runner).advance(whole)
+    assert outputs(whole) == alone(runner, PROMPTS[4], GREEDY, num_tokens=11)[10:]
+
+
+def test_load_runner_derives_what_is_not_configured(tiny_checkpoint: TinyCheckpoint):
+    config = EngineConfig(model=str(tiny_checkpoint.original), device="cpu", max_num_seqs=2)
+    config = replace(config, max_num_batched_tokens=64, max_model_len=640)
+    runner = load_runner(config)
+    assert (runner.num_pages, runner.num_window_pages) == (20, 9)
+    assert runner.max_model_len == 640
+    assert runner.model_config.vocab_size == 512
+
+
+def test_what_cannot_be_loaded_is_a_sentence(tiny_checkpoint: TinyCheckpoint, tmp_path: Path):
+    with pytest.raises(InvalidCheckpoint, match="nowhere does not exist"):
+        load_runner(EngineConfig(model=str(tmp_path / "nowhere")))
+    if not torch.cuda.is_available():
+        with pytest.raises(InvalidConfig, match="no CUDA device was found"):
+            load_runner(EngineConfig(model=str(tiny_checkpoint.original), device="cuda"))
+
+
+def test_the_engine_preempts_without_a_trace(tiny_checkpoint: TinyCheckpoint):
+    """Scheduler, pools and runner together: pages for two of six, so that some start again."""
+    config = EngineConfig(model=str(tiny_checkpoint.original), device="cpu", page_size=16)
+    config = replace(config, max_model_len=256, max_num_seqs=6, max_num_batched_tokens=80)
+    roomy = replace(config, num_pages=96, num_window_pages=96)
+    tight = replace(config, num_pages=20, num_window_pages=20)
+    answers = {}
+    for settings in (roomy, tight):
+        engine = Engine(settings, load_runner(settings))
+        for index in range(6):
+            sampling = SamplingParams(seed=index, max_tokens=60, ignore_eos=True)
+            prompt = tuple(PROMPTS[2][: 20 + 15 * index])
+            engine.add(GenerationRequest(str(index), prompt, sampling))
+        tokens: dict[str, list[int]] = {str(index): [] for index in range(6)}
+        while engine.has_work:
+            for chunk in engine.step():
+                tokens[chunk.generation_id] += chunk.token_ids
+        answers[settings] = tokens
+        assert (engine.stats().num_preemptions > 0) == (settings is tight)
+    assert answers[roomy] == answers[tight]
+    assert all(len(tokens) == 60 for tokens in answers[tight].values())
