@@ -1,8 +1,9 @@
-"""A streaming client of the ensemble `gpt_oss` over gRPC, as `gptoss chat` uses it."""
+"""A streaming gRPC client of the ensemble `gpt_oss`, and of any decoupled model."""
 
 import json
 import queue
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +37,7 @@ class ChatResponse:
     tool_calls: tuple[ToolCallDelta, ...]
     finish_reason: str
     outputs: Mapping[str, Any] = field(repr=False)
-    """Every output by name: text decoded, numbers as they are."""
+    """Every output by name."""
 
 
 class ChatClient:
@@ -54,18 +55,26 @@ class ChatClient:
     def ask(self, **fields: Any) -> Generator[ChatResponse, None, None]:
         """Stream the answer to one request; `fields` are the ensemble's inputs by name.
 
-        Closing the iterator before its end cancels the request: the engine stops within moments.
+        Closing the generator before its end cancels the request: the engine stops within moments.
         """
+        with closing(self.stream("gpt_oss", {"stream": True, **fields})) as responses:
+            for outputs in responses:
+                yield _chat_response(outputs)
+
+    def stream(
+        self, model: str, inputs: Mapping[str, Any], *, timeout_seconds: float | None = None
+    ) -> Generator[dict[str, Any], None, None]:
+        """The responses of any decoupled model, each its outputs by name: text, number or list."""
+        timeout = None if timeout_seconds is None else int(timeout_seconds * 1e6)
         arrivals: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
         # Errors come as sentences without their codes: the header `triton_grpc_error`, which asks
         # for codes, makes the 2.51 server crash sooner or later.
         self._client.start_stream(lambda result, error: arrivals.put((result, error)))
         is_over = False
         try:
+            tensors = [_tensor(name, value) for name, value in inputs.items()]
             self._client.async_stream_infer(
-                "gpt_oss",
-                [_tensor(name, value) for name, value in {"stream": True, **fields}.items()],
-                enable_empty_final_response=True,
+                model, tensors, enable_empty_final_response=True, timeout=timeout
             )
             while not is_over:
                 result, error = arrivals.get()
@@ -75,32 +84,36 @@ class ChatClient:
                 response = result.get_response()
                 is_over = response.parameters["triton_final_response"].bool_param
                 if response.outputs:
-                    yield _decoded(result)
+                    yield {each.name: _value(each, result) for each in response.outputs}
         finally:
             self._client.stop_stream(cancel_requests=not is_over)
 
 
 def _tensor(name: str, value: Any) -> tritonclient.InferInput:
     if isinstance(value, (str, bytes)):
-        array = np.array([value.encode() if isinstance(value, str) else value], dtype=np.object_)
+        value = [value]
+    if isinstance(value, Sequence) and not all(isinstance(each, int) for each in value):
+        encoded = [each.encode() if isinstance(each, str) else each for each in value]
+        array = np.array(encoded, dtype=np.object_)
     elif isinstance(value, Sequence):
-        array = np.array([item.encode() for item in value], dtype=np.object_)
-    elif name == "seed":
-        array = np.array([value], dtype=np.uint64)
+        array = np.array(value, dtype=np.int32)
     else:
-        array = np.array([value], dtype=_NUMPY_TYPES[type(value)])
+        array = np.array([value], dtype=np.uint64 if name == "seed" else _NUMPY_TYPES[type(value)])
     tensor = tritonclient.InferInput(name, array.shape, np_to_triton_dtype(array.dtype))
     tensor.set_data_from_numpy(array)
     return tensor
 
 
-def _decoded(result: tritonclient.InferResult) -> ChatResponse:
-    outputs: dict[str, Any] = {}
-    for output in result.get_response().outputs:
-        array = result.as_numpy(output.name)
-        assert array is not None
-        value = array.reshape(-1)[0]
-        outputs[output.name] = value.decode() if isinstance(value, bytes) else value.item()
+def _value(output: Any, result: tritonclient.InferResult) -> Any:
+    array = result.as_numpy(output.name)
+    assert array is not None
+    if output.name == "token_ids":
+        return array.tolist()
+    element = array.reshape(-1)[0]
+    return element.decode() if isinstance(element, bytes) else element.item()
+
+
+def _chat_response(outputs: Mapping[str, Any]) -> ChatResponse:
     calls = [
         ToolCallDelta(
             index=call["index"],

@@ -50,7 +50,6 @@ class TritonPythonModel:
         config = EngineConfig.from_mapping(
             {name: value["string_value"] for name, value in parameters.items()}
         )
-        self._default_timeout_seconds = config.default_timeout_seconds
         self._control_key = os.environ.get(CONTROL_KEY_VARIABLE)
         self._engine = load_engine_loop(config)
         self._metrics = EngineMetrics(pb_utils)
@@ -92,12 +91,13 @@ class TritonPythonModel:
             return
         if "input_ids" not in inputs:
             raise InvalidRequest("input_ids must be given: the token ids of the prompt")
-        timeout_seconds = request.timeout() / 1e6 or self._default_timeout_seconds
+        # gRPC's field, or the one that `generate` passes on as a parameter; in microseconds.
+        timeout = request.timeout() or parameters.get("timeout", 0)
         generation = GenerationRequest(
             generation_id=uuid.uuid4().hex,
             token_ids=tuple(inputs["input_ids"].tolist()),
             sampling=SamplingParams.from_mapping(_json_object("sampling", inputs)),
-            deadline=time.monotonic() + timeout_seconds,
+            deadline=time.monotonic() + timeout / 1e6 if timeout else None,
         )
         context = _text("context", inputs["context"]) if "context" in inputs else ""
         client = _TritonClient(sender, generation.generation_id, context)

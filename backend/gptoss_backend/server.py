@@ -208,7 +208,7 @@ class TritonServer:
         self.log_path = log_path or self._folder / "tritonserver.log"
         self._control_key = secrets.token_hex(16)
         self._process: subprocess.Popen[bytes] | None = None
-        self._stubs: frozenset[int] = frozenset()
+        self.model_processes: frozenset[int] = frozenset()
         self._failed = False
 
     def __enter__(self) -> "TritonServer":
@@ -281,7 +281,7 @@ class TritonServer:
                 raise self._failure(f"tritonserver was not ready within {seconds:g} seconds")
             on_progress(elapsed)
             if self._is_http_ready() and self._answers(max(1.0, seconds - elapsed)):
-                self._stubs = _children(self.pid)
+                self.model_processes = _children(self.pid)
                 return
             time.sleep(_POLL_SECONDS)
 
@@ -293,7 +293,7 @@ class TritonServer:
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
             raise self._failure(f"tritonserver ended by itself ({how})")
         # The 2.51 server stays "ready" over a dead stub and never restarts it.
-        if dead := [pid for pid in self._stubs if not _is_running(pid)]:
+        if dead := [pid for pid in self.model_processes if not _is_running(pid)]:
             raise self._failure(f"{len(dead)} of tritonserver's model processes died")
 
     def drain(self, seconds: float) -> bool:

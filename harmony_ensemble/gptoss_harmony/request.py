@@ -89,9 +89,12 @@ def read_request(
 ) -> EnsembleRequest:
     """`inputs` are the tensors' values by name; `parameters` what else the request carried, as
     misspelt fields of `generate` do. Raises InvalidChat or UnsupportedChat."""
-    for name in parameters:
-        # Those of the server itself are no business of ours.
-        if not name.startswith("triton_"):
+    for name, value in parameters.items():
+        if name == "timeout":
+            # The engine reads it, too.
+            if type(value) is not int or value < 0:
+                raise InvalidChat(f"timeout must be microseconds, got {shown(value)}")
+        elif not name.startswith("triton_"):  # the server's own
             raise InvalidChat(f"unknown field {name!r}{_nearest(name, _INPUTS)}")
     fields = {name: _text(name, value) for name, value in inputs.items()}
     fields = _with_sampling_parameters(fields)

@@ -61,6 +61,11 @@ class Client:
         """The stream of one answer, to be left early: leave with close()."""
         return closing(_open(self.server.ports.url("grpc"), fields))
 
+    def generate(self, **inputs: Any) -> list[dict[str, Any]]:
+        """All responses of the engine model, called directly."""
+        with ChatClient(self.server.ports.url("grpc")) as client:
+            return list(client.stream("gpt_oss_engine", inputs))
+
     def post(self, model: str, body: dict[str, Any], verb: str = "generate") -> tuple[int, bytes]:
         request = urllib.request.Request(
             f"http://{self.server.ports.url('http')}/v2/models/{model}/{verb}",

@@ -11,7 +11,7 @@ from tritonclient.utils import InferenceServerException
 
 from .clients import Client, eventually
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.timeout(200)]
 
 BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({}, "one of messages and text_input must be given, got neither"),

@@ -12,7 +12,7 @@ from tritonclient import grpc as tritonclient
 
 from .clients import Answer, Client, eventually
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.timeout(200)]
 
 QUESTION = "What is 17 + 25?"
 WEATHER_TOOL = {

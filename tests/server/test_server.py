@@ -1,0 +1,194 @@
+"""A server's life: ports, start, a dead model process, drain, stop, and what it leaves behind."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from gptoss_backend.client import ChatClient, RequestFailed
+from gptoss_backend.launch import shared_memory_prefix
+from gptoss_backend.server import (
+    Ports,
+    ServerError,
+    TritonServer,
+    find_installation,
+    sweep_shared_memory,
+    write_model_repository,
+)
+from gptoss_engine.config import EngineConfig
+
+from .clients import Client
+from .conftest import START_SECONDS
+
+_REGIONS = Path("/dev/shm")
+
+
+def test_port_in_use_is_a_sentence_before_the_start() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        ports = Ports(http=taken.getsockname()[1])
+        server = TritonServer(EngineConfig(), ports)
+        with pytest.raises(ServerError, match=f"http port {ports.http} .* --http-port"):
+            server.start()
+        server.stop()
+
+
+def test_missing_model_is_a_sentence_before_the_start() -> None:
+    server = TritonServer(EngineConfig(model="/no/such/folder"), Ports.free())
+    with pytest.raises(ServerError, match="'/no/such/folder': no such folder"):
+        server.start()
+    server.stop()
+
+
+def test_free_ports_are_three() -> None:
+    ports = Ports.free()
+    ports.check_free()
+    assert len({ports.http, ports.grpc, ports.metrics}) == 3
+
+
+def test_configuration_reaches_the_engine_model(tmp_path: Path) -> None:
+    odd = 'quote " back\\slash é'
+    write_model_repository(tmp_path / "models", EngineConfig(model=odd, max_num_seqs=3))
+    text = (tmp_path / "models" / "gpt_oss_engine" / "config.pbtxt").read_text(encoding="utf-8")
+    assert '{ key: "max_num_seqs" value { string_value: "3" } }' in text
+    assert '{ key: "enable_prefix_caching" value { string_value: "false" } }' in text
+    assert 'string_value: "quote \\" back\\\\slash é"' in text
+
+
+def test_backend_folder_is_assembled_once_and_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPTOSS_CACHE", str(tmp_path))
+    monkeypatch.setenv("PATH", "")
+    first = find_installation()
+    assert first.backend_folder is not None
+    stub = first.backend_folder / "python" / "triton_python_backend_stub"
+    assert os.access(stub, os.X_OK)
+    made_at = stub.stat().st_mtime_ns
+    assert find_installation() == first
+    assert stub.stat().st_mtime_ns == made_at
+    assert [each.name for each in tmp_path.iterdir()] == [first.backend_folder.name]
+
+
+def test_server_on_path_is_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    executable = tmp_path / "tritonserver"
+    executable.write_text("#!/bin/sh\n")
+    executable.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = find_installation()
+    assert found.executable == executable
+    assert found.backend_folder is None
+
+
+def test_sweep_frees_regions_of_dead_servers_alone() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    dead = _REGIONS / f"{shared_memory_prefix(ended.pid)}test"
+    alive = _REGIONS / f"{shared_memory_prefix(os.getpid())}test"
+    foreign = _REGIONS / f"gptoss_1_{ended.pid}_test"  # another container's
+    try:
+        for region in (dead, alive, foreign):
+            region.touch()
+        sweep_shared_memory()
+        assert not dead.exists()
+        assert alive.exists()
+        assert foreign.exists()
+    finally:
+        for region in (dead, alive, foreign):
+            region.unlink(missing_ok=True)
+
+
+@pytest.mark.server
+def test_dead_model_process_is_reported() -> None:
+    with TritonServer(EngineConfig(), Ports.free()) as server:
+        server.wait_ready(START_SECONDS)
+        stub = next(
+            pid
+            for pid in server.model_processes
+            if b"gpt_oss_engine" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        )
+        os.kill(stub, signal.SIGKILL)
+        failure = _wait_for_failure(server)
+        pid = server.pid
+    assert "1 of tritonserver's model processes died" in failure
+    assert str(server.log_path) in failure
+    assert server.log_path.exists()
+    assert not list(_REGIONS.glob(f"{shared_memory_prefix(pid)}*"))
+    server.log_path.unlink()
+    server.log_path.parent.rmdir()
+
+
+def _wait_for_failure(server: TritonServer) -> str:
+    pause = threading.Event()
+    for _ in range(100):
+        try:
+            server.check()
+        except ServerError as error:
+            return str(error)
+        pause.wait(0.05)
+    pytest.fail("the death of a model process was not noticed")
+
+
+@pytest.mark.server
+def test_serve_drains_on_sigterm(tmp_path: Path) -> None:
+    ports = Ports.free()
+    command = [
+        *(sys.executable, "-c", "from gptoss_backend.cli import main; main()", "serve"),
+        *("--http-port", str(ports.http), "--grpc-port", str(ports.grpc)),
+        *("--metrics-port", str(ports.metrics), "--log-file", str(tmp_path / "log")),
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as serve:
+        try:
+            assert serve.stdout is not None
+            ready = serve.stdout.readline()
+            assert ready.startswith("ready: "), ready
+            assert f"http://127.0.0.1:{ports.http}" in ready
+            with ChatClient(ports.url("grpc")) as client:
+                answer = client.ask(text_input="What is 1 + 1?", ignore_eos=True, max_tokens=150)
+                received = [next(answer)]
+                serve.send_signal(signal.SIGTERM)
+                refusal = _wait_for_refusal(ports)
+                received += answer
+            assert "draining" in refusal
+            assert received[-1].finish_reason == "length"
+            assert sum(each.outputs["num_output_tokens"] for each in received) == 150
+            assert serve.wait(20) == 0
+        finally:
+            serve.kill()
+    ports.check_free()
+    assert (tmp_path / "log").exists()
+
+
+def _wait_for_refusal(ports: Ports) -> str:
+    for _ in range(200):
+        try:
+            with ChatClient(ports.url("grpc")) as client:
+                list(client.ask(text_input="x", max_tokens=1))
+        except RequestFailed as refusal:
+            return str(refusal)
+    pytest.fail("a draining server admitted all")
+
+
+@pytest.mark.server
+def test_metrics_under_the_names_of_dashboards(client: Client) -> None:
+    client.ask(text_input="What is 2 + 3?", max_tokens=4)
+    names = client.metrics().keys()
+    for name in (
+        "vllm:prompt_tokens_total",
+        "vllm:generation_tokens_total",
+        "vllm:num_preemptions_total",
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        "vllm:kv_cache_usage_perc",
+        "vllm:time_to_first_token_seconds_count",
+        "vllm:request_time_per_output_token_seconds_count",
+        "vllm:e2e_request_latency_seconds_count",
+        'vllm:request_success_total{finished_reason="length"}',
+        'gptoss:channel_tokens_total{channel="reasoning"}',
+    ):
+        assert name in names
