@@ -3,14 +3,18 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from gptoss_engine.config import EngineConfig, InvalidConfig
 from gptoss_engine.engine import Engine, EngineLoop
+from gptoss_engine.runner import load_runner
 from gptoss_engine.sequence import ScheduledStep
-from gptoss_engine.types import InvalidRequest, TokenChunk, Unavailable
+from gptoss_engine.types import GenerationRequest, InvalidRequest, TokenChunk, Unavailable
 
+from ..tiny_checkpoint import TinyCheckpoint
 from .fakes import Clock, FakeRunner, answer, fake_engine, request
 
 SECONDS = 30  # A limit for what should take milliseconds.
@@ -153,6 +157,82 @@ def test_an_answer_does_not_depend_on_company_chunks_or_preemption(
     stats = engine.stats()
     assert (stats.num_preemptions > 0) == (num_pages == 9)
     assert (stats.num_used_pages, stats.num_used_window_pages) == (0, 0)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny matrices gain nothing from a second thread, and lose much to waiting for it."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(scope="module")
+def model_engine_config(tiny_checkpoint: TinyCheckpoint) -> EngineConfig:
+    return EngineConfig(
+        model=str(tiny_checkpoint.huggingface),
+        device="cpu",
+        dtype="float32",
+        page_size=16,
+        max_model_len=320,
+        max_num_seqs=6,
+        num_pages=100,
+        num_window_pages=160,
+    )
+
+
+def model_requests() -> list[GenerationRequest]:
+    """Greedy and drawn answers, to prompts on both sides of the window's 128 tokens."""
+    draw = random.Random(0)
+    return [
+        request(
+            f"{length} tokens at temperature {temperature}",
+            tuple(draw.choices(range(512), k=length)),
+            temperature=temperature,
+            seed=length,
+            max_tokens=24,
+            ignore_eos=True,
+        )
+        for length in (1, 15, 127, 130, 64, 200)
+        for temperature in (0, 1)
+    ]
+
+
+@pytest.fixture(scope="module")
+def model_answers(
+    model_engine_config: EngineConfig, one_thread: None
+) -> dict[str, tuple[int, ...]]:
+    """Each answer by an engine of its own, its prompt in one piece."""
+    runner = load_runner(model_engine_config)
+    answers = {}
+    for one in model_requests():
+        engine = Engine(model_engine_config, runner)
+        engine.add(one)
+        answers[one.generation_id] = tokens_of(run_to_end(engine), one.generation_id)
+    assert {len(token_ids) for token_ids in answers.values()} == {24}
+    assert len(set(answers.values())) == len(answers)
+    return answers
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [2048, 48])
+@pytest.mark.parametrize("num_pages", [100, 18])
+def test_the_models_answers_do_not_depend_on_company_chunks_or_preemption(
+    model_engine_config: EngineConfig,
+    model_answers: dict[str, tuple[int, ...]],
+    num_pages: int,
+    max_num_batched_tokens: int,
+) -> None:
+    """The reference model, in fp32."""
+    config = replace(
+        model_engine_config, num_pages=num_pages, max_num_batched_tokens=max_num_batched_tokens
+    )
+    engine = Engine(config, load_runner(config))
+    for one in model_requests():
+        engine.add(one)
+    chunks = run_to_end(engine)
+    assert {name: tokens_of(chunks, name) for name in model_answers} == model_answers
+    assert (engine.stats().num_preemptions > 0) == (num_pages == 18)
 
 
 def test_a_request_without_a_deadline_gets_the_default_one() -> None:
