@@ -3,13 +3,13 @@
 import json
 import queue
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from tritonclient import grpc as tritonclient
-from tritonclient.utils import np_to_triton_dtype
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 _NUMPY_TYPES = {bool: np.bool_, int: np.int32, float: np.float32}
 
@@ -73,9 +73,11 @@ class ChatClient:
         is_over = False
         try:
             tensors = [_tensor(name, value) for name, value in inputs.items()]
-            self._client.async_stream_infer(
-                model, tensors, enable_empty_final_response=True, timeout=timeout
-            )
+            with suppress(InferenceServerException):
+                # Raised where the stream has failed by now: its callback has been told why.
+                self._client.async_stream_infer(
+                    model, tensors, enable_empty_final_response=True, timeout=timeout
+                )
             while not is_over:
                 result, error = arrivals.get()
                 if error is not None:

@@ -1,5 +1,7 @@
 """The command `gptoss`: one module a subcommand. Errors are sentences on stderr.
 
+What takes seconds to import (torch) is imported by the functions that use it.
+
 Exit codes: 0 done, 1 it failed, 2 wrong usage or configuration, 130 interrupted.
 """
 

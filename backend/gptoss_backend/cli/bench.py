@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from gptoss_engine.config import EngineConfig
 from gptoss_engine.types import GenerationRequest, SamplingParams
@@ -251,6 +250,8 @@ def print_result(
 
 
 def _device(config: EngineConfig) -> str:
+    import torch
+
     if config.device != "cpu" and torch.cuda.is_available():
         return torch.cuda.get_device_name()
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
