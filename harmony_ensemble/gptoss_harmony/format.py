@@ -62,7 +62,7 @@ class ChatFormat(Protocol):
 class HarmonyFormat:
     """gpt-oss's format. Safe to share between threads; a stream is one answer's own."""
 
-    stop_token_ids = vocabulary.STOP_TOKEN_IDS
+    stop_token_ids: tuple[int, ...] = vocabulary.STOP_TOKEN_IDS
 
     def __init__(
         self, loaded: vocabulary.Vocabulary, *, today: datetime.date | None = None

@@ -24,6 +24,7 @@ _PLAIN_TYPES = {
     "boolean": "boolean",
     "null": "null",
 }
+_CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")  # line breaks among them
 _EXPONENT = re.compile(r"e\+?(-?)0*(\d)")
 
 Schema = Mapping[str, Any]
@@ -100,7 +101,7 @@ class _TypeWriter:
             texts = list(dict.fromkeys(kinds))
             return _Type(" | ".join(texts) or "any", is_compound=len(texts) > 1)
         if kind is None:
-            kind = "object" if "properties" in schema else "array" if "items" in schema else ""
+            kind = _implied_kind(schema)
         return self._of_kind(schema, kind, indent, within)
 
     def _resolve(self, schema: object, within: frozenset[str]) -> tuple[Schema, frozenset[str]]:
@@ -178,23 +179,31 @@ class _TypeWriter:
         comments.append(description)
         if default:
             comments.append(f"{indent}// {default}\n")
+        own = schema.get("description")
         lines = [
             # The first variant's description gives way to the property's own.
-            self._variant(variant, indent, inside, is_described=number > 0 or not description)
+            self._variant(variant, indent, inside, is_described=own is None or number > 0, own=own)
             for number, variant in enumerate(schema["oneOf"])
         ]
-        if schema.get("nullable") is True and "null" not in lines:
+        if schema.get("nullable") is True and not self._allows_null(schema, inside):
             lines.append("null")
         union = "".join(f"{indent} | {line}\n" for line in lines)
         return f"{''.join(comments)}{head}\n{union}{indent},\n"
 
     def _variant(
-        self, variant: object, indent: str, within: frozenset[str], *, is_described: bool = True
+        self,
+        variant: object,
+        indent: str,
+        within: frozenset[str],
+        *,
+        is_described: bool = True,
+        own: str | None = None,
     ) -> str:
+        """own: the property's description, which no variant repeats."""
         variant, within = self._resolve(variant, within)
         notes = []
         description = variant.get("description")
-        if is_described and isinstance(description, str):
+        if is_described and description not in (None, own):
             notes.append(" ".join(description.splitlines()))
         if default := _default(variant):
             notes.append(default)
@@ -204,9 +213,22 @@ class _TypeWriter:
     def _nullable(self, schema: object, indent: str, within: frozenset[str]) -> _Type:
         written = self.write(schema, indent, within)
         resolved, _ = self._resolve(schema, within)
-        if resolved.get("nullable") is not True or _ends_in_null(written.text):
+        if resolved.get("nullable") is not True or self._allows_null(resolved, within):
             return written
         return _Type(f"{written.text} | null", is_compound=True)
+
+    def _allows_null(self, schema: object, within: frozenset[str]) -> bool:
+        """Whether null is among a type's alternatives already."""
+        schema, within = self._resolve(schema, within)
+        kind = schema.get("type")
+        alternatives = [*(schema.get("oneOf") or ()), *(schema.get("anyOf") or ())]
+        return (
+            kind == "null"
+            or (isinstance(kind, list) and "null" in kind)
+            or None in (schema.get("enum") or ())
+            or ("const" in schema and schema["const"] is None)
+            or any(self._allows_null(alternative, within) for alternative in alternatives)
+        )
 
     def _any_of(self, variants: Sequence[object], indent: str, within: frozenset[str]) -> _Type:
         lines = [self._variant(variant, indent, within) for variant in variants]
@@ -242,7 +264,7 @@ def _default(schema: Schema) -> str:
         return ""
     default = schema["default"]
     # openai-harmony leaves an enum's default without quotes.
-    is_bare = isinstance(default, str) and bool(schema.get("enum")) and default.isprintable()
+    is_bare = isinstance(default, str) and bool(schema.get("enum")) and not _CONTROL.search(default)
     return f"default: {default if is_bare else _literal(default)}"
 
 
@@ -252,11 +274,13 @@ def _literal(value: object) -> str:
 
 
 def _key(key: str) -> str:
-    return key if key.isprintable() else json.dumps(key)
+    return json.dumps(key) if _CONTROL.search(key) else key
 
 
-def _ends_in_null(text: str) -> bool:
-    return text == "null" or text.endswith("| null")
+def _implied_kind(schema: Schema) -> str:
+    if "properties" in schema:
+        return "object"
+    return "array" if "items" in schema or "prefixItems" in schema else "any"
 
 
 def _check(path: str, schema: object, depth: int) -> None:

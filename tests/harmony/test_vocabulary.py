@@ -71,7 +71,8 @@ def no_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "cache" / "gptoss"
 
 
-def hugging_face_tokenizer(content: bytes) -> str:
+@pytest.fixture(scope="module")
+def tokenizer_json(content: bytes) -> str:
     """A byte-level tokenizer.json with the vocabulary's tokens and one control token."""
     characters = vocabulary._byte_characters()
     ranks = dict(line.split(b" ") for line in content.splitlines())
@@ -136,9 +137,9 @@ def test_without_bpe_openai_long_runs_are_refused(
 
 
 def test_a_hugging_face_tokenizer_converts_exactly(
-    content: bytes, no_source: Path, tmp_path: Path
+    content: bytes, tokenizer_json: str, no_source: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "tokenizer.json").write_text(hugging_face_tokenizer(content), encoding="utf-8")
+    (tmp_path / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
     encoding = vocabulary._load_encoding(tmp_path)
     assert encoding.encode("Hello") == [13225]
     cached = (no_source / VOCABULARY_FILE).read_bytes()
@@ -160,10 +161,12 @@ def test_the_users_folder_comes_first(
     assert os.environ["TIKTOKEN_ENCODINGS_BASE"] == str(tmp_path)
 
 
-def test_a_corrupt_cache_is_mended(content: bytes, no_source: Path, tmp_path: Path) -> None:
+def test_a_corrupt_cache_is_mended(
+    content: bytes, tokenizer_json: str, no_source: Path, tmp_path: Path
+) -> None:
     no_source.mkdir(parents=True)
     (no_source / VOCABULARY_FILE).write_bytes(content[:1000])
-    (tmp_path / "tokenizer.json").write_text(hugging_face_tokenizer(content), encoding="utf-8")
+    (tmp_path / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
     vocabulary._load_encoding(tmp_path)
     assert (no_source / VOCABULARY_FILE).read_bytes() == content
 
