@@ -28,7 +28,8 @@ class EngineConfig:
         on a CPU, enough for max_num_seqs sequences within kv_cache_gigabytes.
     max_model_len: tokens of prompt and answer together; 0 means the checkpoint's own limit.
     max_num_batched_tokens: the token budget that prefill chunks and decodes of one step share.
-    max_waiting_requests, max_waiting_tokens: admission limits; beyond them UNAVAILABLE.
+    max_waiting_requests, max_waiting_tokens: admission limits; beyond them UNAVAILABLE. A request
+        that finds a free place among max_num_seqs is not waiting.
     default_max_tokens: the answer's limit when a request names none; 0 is what the context leaves.
     stream_interval: tokens a stream gathers before a response is sent, after its first token.
     """

@@ -98,16 +98,16 @@ class Scheduler:
         preempted: list[Sequence] = []
         spare = self.max_num_batched_tokens - len(self.running)
         for sequence in self.running:  # Only its tail, beyond `sequence`, is cut while we go.
-            while self._room(sequence) == 0 and self.running[-1] is not sequence:
+            while (room := self._room(sequence)) == 0 and self.running[-1] is not sequence:
                 preempted.append(self._preempt_last())
             # The youngest may find no page. It keeps its own and waits for an older one to end.
-            if self._room(sequence) > 0:
-                items.append(self._take(sequence, spare + 1))
+            if room > 0:
+                items.append(self._take(sequence, min(room, spare + 1)))
                 spare -= items[-1].num_slots - 1
 
         while self.waiting and spare > 0 and not preempted and self._can_start(self.waiting[0]):
             sequence = self._start_first()
-            items.append(self._take(sequence, spare))
+            items.append(self._take(sequence, min(self._room(sequence), spare)))
             spare -= items[-1].num_slots
 
         assert items or not self._open, "the oldest sequence must advance"
@@ -162,12 +162,12 @@ class Scheduler:
         reach = min(self.full.reach(tables.full), self.window.reach(tables.window))
         return reach - sequence.num_computed_tokens
 
-    def _take(self, sequence: Sequence, budget: int) -> ScheduledItem:
-        """As many of the sequence's next tokens as budget and pages allow, given their pages."""
-        limit = min(budget, self._room(sequence))
-        num_tokens = min(limit, sequence.num_uncomputed_tokens)
+    def _take(self, sequence: Sequence, limit: int) -> ScheduledItem:
+        """Up to `limit` of the sequence's next tokens and guesses, given their pages."""
+        num_uncomputed_tokens = sequence.num_uncomputed_tokens
+        num_tokens = min(limit, num_uncomputed_tokens)
         draft: tuple[int, ...] = ()
-        if num_tokens == sequence.num_uncomputed_tokens:
+        if num_tokens == num_uncomputed_tokens:
             useful = sequence.max_tokens - sequence.num_output_tokens - 1
             draft = self.decoder.propose(sequence)[: min(limit - num_tokens, useful)]
         item = ScheduledItem(sequence, num_tokens, draft)

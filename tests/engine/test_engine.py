@@ -11,11 +11,11 @@ import torch
 from gptoss_engine.config import EngineConfig, InvalidConfig
 from gptoss_engine.engine import Engine, EngineLoop
 from gptoss_engine.runner import load_runner
-from gptoss_engine.sequence import ScheduledStep
+from gptoss_engine.sequence import ScheduledStep, Sequence
 from gptoss_engine.types import GenerationRequest, InvalidRequest, TokenChunk, Unavailable
 
 from ..tiny_checkpoint import TinyCheckpoint
-from .fakes import Clock, FakeRunner, answer, fake_engine, request
+from .fakes import Clock, FakeRunner, GuessingDecoder, answer, fake_engine, request
 
 SECONDS = 30  # A limit for what should take milliseconds.
 
@@ -233,6 +233,30 @@ def test_the_models_answers_do_not_depend_on_company_chunks_or_preemption(
     chunks = run_to_end(engine)
     assert {name: tokens_of(chunks, name) for name in model_answers} == model_answers
     assert (engine.stats().num_preemptions > 0) == (num_pages == 18)
+
+
+@pytest.mark.parametrize("num_pages", [100, 18])
+def test_the_models_answers_do_not_depend_on_guesses(
+    model_engine_config: EngineConfig, model_answers: dict[str, tuple[int, ...]], num_pages: int
+) -> None:
+    """Several tokens a step, greedy and drawn, with one guess in five wrong."""
+
+    class Remembering(GuessingDecoder):
+        def propose(self, sequence: Sequence) -> tuple[int, ...]:
+            at = sequence.num_output_tokens
+            known = model_answers[sequence.generation_id][at : at + self.length]
+            return tuple(
+                token_id + 1 if index % 5 == 4 else token_id
+                for index, token_id in enumerate(known, start=at)
+            )
+
+    config = replace(model_engine_config, num_pages=num_pages)
+    engine = Engine(config, load_runner(config), decoder=Remembering(sliding_window=128))
+    for one in model_requests():
+        engine.add(one)
+    chunks = run_to_end(engine)
+    assert {name: tokens_of(chunks, name) for name in model_answers} == model_answers
+    assert len(chunks) < len(model_answers) * 24 / 2
 
 
 def test_a_request_without_a_deadline_gets_the_default_one() -> None:
