@@ -30,6 +30,21 @@ class YarnRope:
     beta_slow: float
     original_context: int
 
+    def __post_init__(self) -> None:
+        if self.theta <= 1:
+            raise InvalidCheckpoint(f"rope_theta must be greater than 1, got {self.theta:g}")
+        if self.factor < 1:
+            raise InvalidCheckpoint(f"the rope's factor must be at least 1, got {self.factor:g}")
+        if not 0 < self.beta_slow < self.beta_fast:
+            raise InvalidCheckpoint(
+                "the rope's beta_slow must be positive and below beta_fast, got "
+                f"{self.beta_slow:g} and {self.beta_fast:g}"
+            )
+        if self.original_context < 1:
+            raise InvalidCheckpoint(
+                f"the rope's original context must be at least 1, got {self.original_context}"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -153,7 +168,8 @@ def _from_huggingface(values: _Values, eos_token_ids: frozenset[int]) -> ModelCo
     has_parameters = values.values.get("rope_parameters") is not None
     rope = values.table("rope_parameters" if has_parameters else "rope_scaling")
     rope.only("rope_type", "yarn")
-    rope.only("truncate", False)
+    if rope.values.get("truncate") is not False:  # where it is not named, it means true
+        _refuse("truncate", rope.values.get("truncate", True), "False")
     for name in ("attention_factor", "mscale", "mscale_all_dim"):
         rope.only(name)
     return ModelConfig(

@@ -51,10 +51,7 @@ class Weights:
         """Reads every tensor into its place, without a second copy of the model in memory."""
 
         def read(name: str) -> Tensor:
-            kept = name.split(".")[-1] in KEPT_IN_FP32
-            tensor = torch.empty(
-                checkpoint.shapes[name], dtype=torch.float32 if kept else dtype, device=device
-            )
+            tensor = _empty(name, checkpoint.shapes[name], dtype, device)
             checkpoint.read_into(name, tensor)
             return tensor
 
@@ -75,3 +72,13 @@ class Weights:
             norm=read("norm"),
             unembedding=read("unembedding"),
         )
+
+
+def _empty(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if name.split(".")[-1] in KEPT_IN_FP32:
+        return torch.empty(shape, dtype=torch.float32, device=device)
+    if name == "unembedding" and device.type == "cpu":
+        # Stored by columns: a CPU multiplies one row with it three times as fast (5 against 15 ms
+        # for [1, 128] x [128, 201088] in fp32), and 32 rows no slower.
+        return torch.empty(shape[::-1], dtype=dtype).T
+    return torch.empty(shape, dtype=dtype, device=device)

@@ -62,7 +62,10 @@ def rope_table(
     linear ramp, whose ends are not rounded, lies between. concentration = 0.1 ln(factor) + 1.
     """
     half = head_dim // 2
-    frequency = theta ** (-torch.arange(half, dtype=torch.float32) / half)
+    # In fp32 and in this order, as the published implementations have it, and so bit for bit what
+    # they have: far out, the last bit of a frequency is a hundredth of a radian.
+    tokens_per_radian = theta ** (torch.arange(half, dtype=torch.float32) / half)
+    frequency = 1 / tokens_per_radian
     concentration = 1.0
     if factor > 1:
         concentration = 0.1 * math.log(factor) + 1
@@ -71,7 +74,7 @@ def rope_table(
             for turns in (beta_fast, beta_slow)
         )
         kept = 1 - ((torch.arange(half) - low) / (high - low)).clamp(0, 1)
-        frequency = frequency * kept + frequency / factor * (1 - kept)
+        frequency = frequency * kept + 1 / (factor * tokens_per_radian) * (1 - kept)
     angle = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequency
     return torch.cat((angle.cos(), angle.sin()), dim=-1) * concentration
 
@@ -315,6 +318,7 @@ def sample(
         if min_p is not None:
             probabilities = probabilities.where(probabilities >= min_p[row], 0)
         cumulative = probabilities.cumsum(0, dtype=torch.float64)
+        assert cumulative[-1] > 0, "the logits are not numbers"
         target = uniforms[row] * cumulative[-1]
         token_ids[row] = torch.searchsorted(cumulative, target, right=True)
     return token_ids

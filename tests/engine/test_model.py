@@ -25,7 +25,7 @@ from .stepping import sequence
 CPU = torch.device("cpu")
 OPS = ops.load("reference")
 PAGE_SIZE = 16
-BOUND = 1e-4  # in fp32, of the largest difference over the mean size
+BOUND = 5e-5  # fp32, largest difference over mean size; seen: 1.1e-5, and 1.9e-6 on the golden
 GOLDEN = Path(__file__).parent.parent / "golden"
 
 

@@ -110,6 +110,27 @@ def test_another_rope_is_refused(tmp_path: Path, name: str, value: object):
         read(tmp_path, config)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("rope_theta", 1),
+        ("rope_scaling_factor", 0.5),
+        ("rope_ntk_alpha", 32),
+        ("initial_context_length", 0),
+    ],
+)
+def test_a_rope_without_meaning_is_refused(tmp_path: Path, name: str, value: float):
+    with pytest.raises(InvalidCheckpoint, match=f"must be .*, got {value}"):
+        read(tmp_path, SIZE.original_config() | {name: value})
+
+
+def test_a_truncated_ramp_is_what_an_unnamed_one_means(tmp_path: Path):
+    config = SIZE.huggingface_config()
+    del config["rope_scaling"]["truncate"]
+    with pytest.raises(InvalidCheckpoint, match="truncate must be False, got True"):
+        read(tmp_path, config)
+
+
 @pytest.mark.parametrize("text", [None, "{", "[]"])
 def test_an_unreadable_configuration_is_a_sentence(tmp_path: Path, text: str | None):
     if text is not None:

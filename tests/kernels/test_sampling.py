@@ -144,6 +144,12 @@ def test_rows_are_independent():
     assert together == alone
 
 
+def test_logits_that_are_not_numbers_are_not_sampled_from():
+    one = torch.ones(1, dtype=torch.float64)
+    with pytest.raises(AssertionError, match="not numbers"):
+        reference.sample(torch.tensor([[0.0, math.nan]]), one, None, None, None, 0 * one)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_greedy_lets_the_lowest_id_win_a_tie(dtype: torch.dtype):
     logits = torch.zeros(3, 201088, dtype=dtype)
