@@ -30,6 +30,12 @@ def test_strings_as_config_pbtxt_has_them_and_typed_values_are_the_same() -> Non
         ({"page_size": 1.5}, "page_size must be an integer, got 1.5"),
         ({"page_size": True}, "page_size must be an integer, got True"),
         ({"page_size": 0}, "page_size must be in [1, 1024], got 0"),
+        ({"page_size": 1025}, "page_size must be in [1, 1024], got 1025"),
+        ({"max_num_seqs": 5000}, "max_num_seqs must be in [1, 4096], got 5000"),
+        (
+            {"kv_cache_gigabytes": "nan"},
+            "kv_cache_gigabytes must be in [0.001, 100000], got nan",
+        ),
         ({"device": "tpu"}, "device must be one of auto, cpu, cuda, got 'tpu'"),
         ({"model": 5}, "model must be text, got 5"),
         ({"kv_cache_gigabytes": "much"}, "kv_cache_gigabytes must be a number, got 'much'"),
