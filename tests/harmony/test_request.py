@@ -1,0 +1,162 @@
+"""The ensemble's inputs to one request: names, agreement, neutral values, limits."""
+
+from typing import Any
+
+import pytest
+from gptoss_harmony.chat import MAX_CHAT_BYTES
+from gptoss_harmony.request import EnsembleRequest, read_request
+from gptoss_harmony.types import InvalidChat, UnsupportedChat
+
+
+def _read(**inputs: Any) -> EnsembleRequest:
+    return read_request({"text_input": b"hi", **inputs}, {})
+
+
+def test_text_input_is_one_user_message() -> None:
+    request = _read()
+    assert request.chat is not None
+    assert [dict(each) for each in request.chat.messages] == [{"role": "user", "content": "hi"}]
+    assert request.raw_prompt is None
+    assert request.sampling == {}
+    assert not request.stream
+    assert not request.return_logprobs
+
+
+def test_raw_prompt_is_its_text() -> None:
+    request = _read(raw_prompt=True)
+    assert request.chat is None
+    assert request.raw_prompt == "hi"
+
+
+def test_only_what_was_given_reaches_the_engine() -> None:
+    request = _read(temperature=0.7, max_tokens=5, seed=2**64 - 1, ignore_eos=False, stream=True)
+    assert request.sampling == {
+        "temperature": 0.7,
+        "max_tokens": 5,
+        "seed": 2**64 - 1,
+        "ignore_eos": False,
+    }
+    assert request.stream
+
+
+def test_sampling_parameters_are_the_same_fields() -> None:
+    request = _read(
+        sampling_parameters=b'{"temperature": 0.7, "stop": "x", "logprobs": 3, "top_k": null,'
+        b' "stop_token_ids": [5], "skip_special_tokens": true, "n": 1}'
+    )
+    assert request.sampling == {"temperature": 0.7, "logprobs": 3, "stop_token_ids": [5]}
+    assert request.stop_words == ("x",)
+    assert request.return_logprobs
+
+
+def test_a_field_given_both_ways_must_agree() -> None:
+    agreeing = b'{"temperature": 0.7, "stop": ["x"], "max_tokens": 4}'
+    request = _read(
+        temperature=0.699999988, stop_words=[b"x"], max_tokens=4, sampling_parameters=agreeing
+    )
+    assert request.stop_words == ("x",)
+    for inputs in ({"temperature": 0.8}, {"stop_words": [b"y"]}, {"max_tokens": 5}):
+        with pytest.raises(InvalidChat, match="must agree"):
+            _read(**inputs, sampling_parameters=agreeing)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "logprobs", "returned"),
+    [
+        ({}, None, False),
+        ({"return_logprobs": True}, 0, True),
+        ({"return_logprobs": True, "top_logprobs": 2}, 2, True),
+        ({"top_logprobs": 2}, 2, True),
+        ({"return_cumulative_logprob": True}, 0, False),
+        ({"return_logprobs": False, "return_cumulative_logprob": False}, None, False),
+        ({"top_logprobs": 0}, None, False),
+    ],
+)
+def test_logprobs(inputs: dict[str, Any], logprobs: int | None, returned: bool) -> None:
+    request = _read(**inputs)
+    assert request.sampling.get("logprobs") == logprobs
+    assert request.return_logprobs == returned
+
+
+def test_echo_is_for_whole_replies_to_a_text() -> None:
+    assert _read(exclude_input_in_output=False).echo == "hi"
+    assert _read(exclude_input_in_output=True, stream=True).echo == ""
+    with pytest.raises(InvalidChat, match="must be true when stream is true"):
+        _read(exclude_input_in_output=False, stream=True)
+    with pytest.raises(InvalidChat, match="only be false with text_input"):
+        read_request(
+            {
+                "messages": b'[{"role": "user", "content": "x"}]',
+                "exclude_input_in_output": False,
+            },
+            {},
+        )
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        {"n": 1, "prompt_logprobs": 0, "priority": 0},
+        {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
+        {"logit_bias": b"{}", "guided_decoding_guide": b"", "guided_decoding_guide_type": b""},
+        {"response_format": b'{"type": "text"}', "tool_choice": b"auto", "stop_words": [b""]},
+        {"sampling_parameters": b'{"best_of": 1, "bad_words": [], "logit_bias": null}'},
+        {"return_finish_reason": False, "return_num_input_tokens": True},
+    ],
+)
+def test_neutral_values_ask_for_nothing(inputs: dict[str, Any]) -> None:
+    assert _read(**inputs) == _read()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["best_of", "allowed_token_ids", "guided_decoding", "truncate_prompt_tokens", "extra_args"],
+)
+def test_what_only_vllm_has_is_unsupported_by_name(name: str) -> None:
+    with pytest.raises(UnsupportedChat, match=f"^{name} is not built"):
+        _read(sampling_parameters=f'{{"{name}": 7}}'.encode())
+
+
+@pytest.mark.parametrize(
+    ("parameters", "sentence"),
+    [
+        ({"temprature": 1}, "unknown field 'temprature'; did you mean 'temperature'?"),
+        ({"zzz": 1}, "unknown field 'zzz'$"),
+        ({"timeout": -1}, "timeout must be microseconds, got -1"),
+        ({"timeout": "1"}, 'timeout must be microseconds, got "1"'),
+    ],
+)
+def test_other_fields_of_a_request(parameters: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InvalidChat, match=sentence):
+        read_request({"text_input": b"hi"}, parameters)
+
+
+def test_the_servers_own_parameters_pass() -> None:
+    parameters = {"triton_enable_empty_final_response": True, "timeout": 5}
+    assert read_request({"text_input": b"hi"}, parameters) == _read()
+
+
+@pytest.mark.parametrize(
+    "name", ["messages", "tools", "tool_choice", "reasoning_effort", "response_format"]
+)
+def test_a_raw_prompt_stands_alone(name: str) -> None:
+    with pytest.raises(InvalidChat, match=f"^{name} cannot be given with raw_prompt"):
+        _read(raw_prompt=True, **{name: b"x"})
+
+
+def test_texts_have_a_limit() -> None:
+    assert _read(text_input=b"a " * (MAX_CHAT_BYTES // 4)).chat is not None
+    for inputs in ({"raw_prompt": True}, {}):
+        with pytest.raises(InvalidChat, match=f"text_input must be at most {MAX_CHAT_BYTES} bytes"):
+            _read(text_input=b"a" * (MAX_CHAT_BYTES + 1), **inputs)
+
+
+def test_deep_json_is_refused_and_not_a_crash() -> None:
+    with pytest.raises(InvalidChat, match="sampling_parameters must be JSON"):
+        _read(sampling_parameters=b"[" * 100_000)
+
+
+@pytest.mark.parametrize("value", [b'{"stop_token_ids": 5}', b'{"stop_token_ids": "x"}'])
+def test_stop_token_ids_are_a_list(value: bytes) -> None:
+    with pytest.raises(InvalidChat, match="stop_token_ids must be a list"):
+        _read(sampling_parameters=value)

@@ -1,0 +1,217 @@
+"""The thread that sends: everything once, in order, merged when it piles up, one end each."""
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from gptoss_backend.streams import Stream, StreamResponse, Streams
+from gptoss_engine.types import TokenChunk, TokenLogprob
+
+WAIT_SECONDS = 10
+
+
+class FakeClient:
+    """Remembers what it got. `gate` holds sends back; `fails` makes each one raise."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.received: list[StreamResponse] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.is_sending = threading.Event()
+        self.cancelled = False
+        self.fails = fails
+        self._changed = threading.Condition()
+
+    def send(self, response: StreamResponse) -> None:
+        self.is_sending.set()
+        assert self.gate.wait(WAIT_SECONDS)
+        if self.fails:
+            raise RuntimeError("the server takes no more")
+        with self._changed:
+            self.received.append(response)
+            self._changed.notify_all()
+
+    def is_cancelled(self) -> bool:
+        return self.cancelled
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(condition, WAIT_SECONDS), self.received
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token_id for each in self.received for token_id in each.chunk.token_ids]
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        reasons = [each.chunk.finish_reason for each in self.received]
+        return [reason for reason in reasons if reason is not None]
+
+
+def _chunk(*token_ids: int, end: bool = False) -> TokenChunk:
+    logprobs = tuple(TokenLogprob(-float(token_id)) for token_id in token_ids)
+    return TokenChunk("g", token_ids, logprobs, finish_reason="stop" if end else None)
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.aborted: list[str] = []
+        self.has_aborted = threading.Event()
+        self._all: list[Streams] = []
+
+    def streams(self, stream_interval: int = 1) -> Streams:
+        made = Streams(stream_interval, self._abort)
+        self._all.append(made)
+        return made
+
+    def _abort(self, generation_id: str) -> None:
+        self.aborted.append(generation_id)
+        self.has_aborted.set()
+
+    def close(self) -> None:
+        for each in self._all:
+            each.close()
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    made = Bench()
+    yield made
+    made.close()
+
+
+def test_admission_is_answered_before_any_token(bench: Bench) -> None:
+    streams, client = bench.streams(), FakeClient()
+    streams.open(Stream("g", client))
+    client.wait(lambda: len(client.received) >= 1)
+    assert client.received[0] == StreamResponse(0, TokenChunk("g"))
+
+
+def test_chunks_before_admission_are_kept_and_not_sent(bench: Bench) -> None:
+    streams, client = bench.streams(), FakeClient()
+    stream = Stream("g", client)
+    streams.push(stream, _chunk(1))
+    streams.push(stream, _chunk(2, end=True))
+    assert client.received == []
+    streams.open(stream)
+    assert streams.wait_empty(WAIT_SECONDS)
+    assert client.token_ids == [1, 2]
+    assert client.finish_reasons == ["stop"]
+    assert len(client.received) == 1
+
+
+def test_what_piles_up_is_merged(bench: Bench) -> None:
+    streams, client = bench.streams(), FakeClient()
+    stream = Stream("g", client)
+    client.gate.clear()
+    streams.open(stream)
+    assert client.is_sending.wait(WAIT_SECONDS)
+    for token_id in range(1, 6):
+        streams.push(stream, _chunk(token_id))
+    client.gate.set()
+    client.wait(lambda: len(client.token_ids) == 5)
+    assert client.received[1].chunk == _chunk(1, 2, 3, 4, 5)
+    streams.push(stream, _chunk(end=True))
+    assert streams.wait_empty(WAIT_SECONDS)
+
+
+def test_first_token_goes_at_once_and_later_ones_by_the_interval(bench: Bench) -> None:
+    streams, client = bench.streams(stream_interval=4), FakeClient()
+    stream = Stream("g", client)
+    streams.open(stream)
+    client.wait(lambda: len(client.received) == 1)
+    streams.push(stream, _chunk(1))
+    client.wait(lambda: client.token_ids == [1])
+    for token_id in (2, 3, 4):
+        streams.push(stream, _chunk(token_id))
+    assert not stream.is_due(4)
+    streams.push(stream, _chunk(5))
+    client.wait(lambda: client.token_ids == [1, 2, 3, 4, 5])
+    streams.push(stream, _chunk(6, end=True))
+    assert streams.wait_empty(WAIT_SECONDS)
+    assert client.token_ids == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_silent_stream_gets_a_heartbeat(bench: Bench) -> None:
+    streams, client = bench.streams(), FakeClient()
+    streams.open(Stream("g", client))
+    client.wait(lambda: len(client.received) >= 3)
+    assert client.token_ids == []
+    assert [each.sequence_number for each in client.received[:3]] == [0, 1, 2]
+
+
+def test_a_cancelled_client_is_aborted_once(bench: Bench) -> None:
+    streams, client = bench.streams(), FakeClient()
+    client.cancelled = True
+    stream = Stream("g", client)
+    streams.open(stream)
+    assert bench.has_aborted.wait(WAIT_SECONDS)
+    client.wait(lambda: len(client.received) >= 2)
+    streams.push(stream, _chunk(end=True))
+    assert streams.wait_empty(WAIT_SECONDS)
+    assert bench.aborted == ["g"]
+
+
+def test_a_client_that_takes_nothing_is_aborted_and_harms_nobody(bench: Bench) -> None:
+    streams, broken, sound = bench.streams(), FakeClient(fails=True), FakeClient()
+    one, other = Stream("broken", broken), Stream("sound", sound)
+    streams.open(one)
+    streams.open(other)
+    assert bench.has_aborted.wait(WAIT_SECONDS)
+    streams.push(one, _chunk(end=True))
+    streams.push(other, _chunk(7, end=True))
+    assert streams.wait_empty(WAIT_SECONDS)
+    assert bench.aborted == ["broken"]
+    assert sound.token_ids == [7]
+
+
+def test_times_and_counts_are_known_at_the_end() -> None:
+    ended: list[Stream] = []
+    streams = Streams(1, lambda _: None, ended.append)
+    stream = Stream("g", FakeClient())
+    streams.open(stream)
+    streams.push(stream, _chunk(1, 2))
+    streams.push(stream, _chunk(3, end=True))
+    assert streams.wait_empty(WAIT_SECONDS)
+    streams.close()
+    assert ended == [stream]
+    assert stream.num_tokens == 3
+    assert stream.first_token_at is not None
+    assert stream.first_token_at >= stream.opened_at
+
+
+@pytest.mark.parametrize("stream_interval", [1, 5])
+def test_random_traffic_arrives_once_in_order_with_one_end(
+    bench: Bench, stream_interval: int
+) -> None:
+    streams = bench.streams(stream_interval)
+    clients = [FakeClient() for _ in range(20)]
+    rng = random.Random(stream_interval)
+    lengths = [rng.randrange(60) for _ in clients]
+
+    def produce(number: int) -> None:
+        own = random.Random(number)
+        stream = Stream(f"g{number}", clients[number])
+        tokens = list(range(lengths[number]))
+        opens_at = own.randrange(len(tokens) + 1)
+        for position in range(len(tokens) + 1):
+            if position == opens_at:
+                streams.open(stream)
+            is_last = position == len(tokens)
+            streams.push(stream, _chunk(*tokens[position : position + 1], end=is_last))
+
+    threads = [threading.Thread(target=produce, args=(n,)) for n in range(len(clients))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert streams.wait_empty(WAIT_SECONDS)
+    for client, length in zip(clients, lengths, strict=True):
+        assert client.token_ids == list(range(length))
+        assert client.finish_reasons == ["stop"]
+        assert client.received[-1].is_last
+        numbers = [each.sequence_number for each in client.received]
+        assert numbers == list(range(len(numbers)))
+        for response in client.received:
+            assert len(response.chunk.logprobs) == len(response.chunk.token_ids)
