@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from gptoss_engine.checkpoint import Checkpoint, InvalidCheckpoint, describe
+from gptoss_engine.mxfp4 import dequantise
 from gptoss_engine.weights import Weights
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -164,6 +165,21 @@ def test_files_that_cannot_be_read_are_sentences(tiny_checkpoint: TinyCheckpoint
     )
     with pytest.raises(InvalidCheckpoint, match=r"cannot read .*gone\.safetensors"):
         Checkpoint(tmp_path)
+
+
+def test_experts_are_widened_one_at_a_time(
+    tiny_checkpoint: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+):
+    shapes = []
+
+    def recording(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        shapes.append(tuple(blocks.shape))
+        return dequantise(blocks, scales, dtype)
+
+    monkeypatch.setattr("gptoss_engine.checkpoint.dequantise", recording)
+    checkpoint = Checkpoint(tiny_checkpoint.original)
+    read(checkpoint, "layers.0.w13")
+    assert shapes == [(128, 3, 16)] * 6
 
 
 @LAYOUTS
