@@ -91,7 +91,7 @@ class HarmonyStream:
 
     tool_names: the functions offered; None offers any function by its full name (raw prompts).
     stop_words: end the answer where one appears in content; it is not part of the text.
-    opening: the prompt's tokens from its last `<|start|>` on (`opening_of`).
+    opening: the header that the prompt has begun (`opening_of`); None is the assistant's own.
 
     Two messages on one channel are set apart by a line break. A message without a channel waits
     for the next one, which makes it reasoning, or for the end, which makes it content.
@@ -139,13 +139,11 @@ class HarmonyStream:
         self._last_message: dict[Channel, int] = {}  # with text, by channel
         self._deltas: list[ChatDelta] = []
 
-        for token_id in opening or (START, *vocabulary.encode("assistant")):
+        if opening is None:
+            opening = (START, *vocabulary.encode("assistant"))
+        for token_id in opening:
             self._take(token_id)
-        # What the prompt holds is not part of the answer.
-        self.repairs.clear()
-        self._bytes.clear()
-        self._stray.clear()
-        self._num_message_tokens = 0
+        self.repairs.clear()  # those of the prompt
 
     def push(
         self, token_ids: Sequence[int], finish_reason: FinishReason | None = None
@@ -400,14 +398,18 @@ class HarmonyStream:
 
 
 def opening_of(prompt: Sequence[int], vocabulary: Vocabulary) -> tuple[int, ...]:
-    """Where a prompt leaves off: its tokens from the last <|start|> on.
+    """The header with which a prompt leaves off, without content: it is not part of the answer.
 
-    A prompt without any is plain text, which the answer continues as plain text.
+    Empty where the prompt's last message is over. A prompt without any message is plain text,
+    which the answer continues as plain text.
     """
-    for position in range(len(prompt) - 1, -1, -1):
-        if prompt[position] == START:
-            return tuple(prompt[position:])
-    return (START, CHANNEL, *vocabulary.encode("final"), MESSAGE)
+    starts = [position for position, token_id in enumerate(prompt) if token_id == START]
+    if not starts:
+        return (START, CHANNEL, *vocabulary.encode("final"), MESSAGE)
+    opening = tuple(prompt[starts[-1] :])
+    if not _ENDS.isdisjoint(opening):
+        return ()
+    return opening[: opening.index(MESSAGE) + 1] if MESSAGE in opening else opening
 
 
 def _read(header: _Header) -> _Address:

@@ -610,6 +610,8 @@ def test_content_positions_point_at_the_tokens_of_content(loaded: Vocabulary) ->
         (("S", "assistant", "CH", "analysis", "M", "Hm"), ("!", "E", "M", "x"), ("!", "x")),
         (("S", "assistant", "CH"), ("analysis", "M", "x"), ("x", "")),
         (("S", "user", "M", "Hi", "E"), ("S", "assistant", "CH", "final", "M", "x"), ("", "x")),
+        (("S", *FINAL_X[:-1], "E"), ("S", "assistant", "CH", "final", "M", "y"), ("", "y")),
+        (("S", "assistant", *FINAL_X[:-1]), ("E", *NEXT[1:], *FINAL_X), ("", "x")),
         (("Once upon",), (" a time", "R"), ("", " a time")),
     ],
 )
