@@ -66,6 +66,10 @@ class _Header:
     channels: list[bytearray] = field(default_factory=list)
     content_type: bytearray | None = None
 
+    def add_channel(self) -> None:
+        self.channels.append(bytearray())
+        self.content_type = None  # it stands after the channel, or means nothing
+
     def part(self) -> bytearray:
         """Where the next text belongs."""
         if self.content_type is not None:
@@ -183,7 +187,7 @@ class HarmonyStream:
         elif token_id == START:
             self._take_start()
         elif token_id == CHANNEL:
-            self._require_header().channels.append(bytearray())
+            self._require_header().add_channel()
         elif token_id == CONSTRAIN and self._header is not None:
             self._header.content_type = bytearray()
         elif token_id == MESSAGE and self._target is None:
@@ -237,15 +241,15 @@ class HarmonyStream:
         """
         assert self._header is not None
         address, self._header = _read(self._header), None
-        is_call = self._tool(address.recipient) is not None
+        is_call = self._tool(address.recipient) is not None and end is not None
         if address.is_foreign:
             self.repairs["foreign_role"] += 1
-        elif (is_call and end == CALL) or address.rest:
+        elif is_call or address.rest:
             self.repairs["missing_message"] += 1
             self._open_message(address)
             self._bytes += address.rest.encode()
             self._close_message(is_cut=end is None)
-        elif address.prose and not is_call:
+        elif address.prose:
             self.repairs["missing_message"] += 1
             self._hold_unplaced(address.prose)
         else:

@@ -351,6 +351,25 @@ TABLE: list[tuple[str, tuple[Any, ...], FinishReason, Answer]] = [
         Answer(calls=[("now", "{}")], finish_reason="tool_calls"),
     ),
     (
+        "no arguments and no message, ended like a text",
+        (" to=functions.now", "CH", "commentary", *NEXT, *FINAL_X),
+        "stop",
+        Answer("", "x", [("now", "{}")], "tool_calls"),
+    ),
+    (
+        "a call's header, cut",
+        (" to=functions.now", "CH", "commentary"),
+        "length",
+        Answer(),
+    ),
+    (
+        "constrain before the channel",
+        (" to=functions.f ", "CON", "json", "CH", "commentary", *CALL_F[4:]),
+        "stop",
+        A_CALL,
+    ),
+    ("constrain before a text's channel", ("CON", "CH", "analysis", "M", "t"), "stop", Answer("t")),
+    (
         "no arguments, cut",
         (" to=functions.now", "CH", "commentary", "M"),
         "length",
