@@ -72,7 +72,7 @@ class ChatClient:
         self._client.start_stream(lambda result, error: arrivals.put((result, error)))
         is_over = False
         try:
-            tensors = [_tensor(name, value) for name, value in inputs.items()]
+            tensors = as_tensors(inputs)
             with suppress(InferenceServerException):
                 # Raised where the stream has failed by now: its callback has been told why.
                 self._client.async_stream_infer(
@@ -89,6 +89,11 @@ class ChatClient:
                     yield {each.name: _value(each, result) for each in response.outputs}
         finally:
             self._client.stop_stream(cancel_requests=not is_over)
+
+
+def as_tensors(inputs: Mapping[str, Any]) -> list[tritonclient.InferInput]:
+    """Inputs by name: text, flags, numbers, lists of texts or of token ids, each as its type."""
+    return [_tensor(name, value) for name, value in inputs.items()]
 
 
 def _tensor(name: str, value: Any) -> tritonclient.InferInput:

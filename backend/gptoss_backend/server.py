@@ -12,6 +12,7 @@ gets a copy of the model repository with the configuration written in.
 import importlib.metadata
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -24,7 +25,6 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
@@ -38,6 +38,8 @@ from gptoss_backend.launch import shared_memory_prefix
 CONTROL_KEY_VARIABLE = "GPTOSS_CONTROL_KEY"
 _SHARED_MEMORY = Path("/dev/shm")
 _POLL_SECONDS = 0.1
+# A Python model's exception as the server's log ends with it.
+_REFUSAL = re.compile(r"loading failed with error: .*Internal: (\w+: )?(?P<sentence>.+)")
 
 
 class ServerError(RuntimeError):
@@ -197,8 +199,8 @@ class TritonServer:
     """One child tritonserver that serves `gpt_oss` with `config` on `ports`.
 
     start() must be called from a thread that lives as long as the server should (see launch.py).
-    The log is at `log_path`; it stays when the server failed, and goes with the run-time folder
-    after a clean stop, unless the caller chose the path.
+    The log is at `log_path`. Unless the caller chose the path, it goes after a clean stop, and
+    stays when the server failed.
     """
 
     def __init__(self, config: EngineConfig, ports: Ports, log_path: Path | None = None) -> None:
@@ -321,7 +323,7 @@ class TritonServer:
             for region in _SHARED_MEMORY.glob(f"{shared_memory_prefix(self._process.pid)}*"):
                 region.unlink(missing_ok=True)
         shutil.rmtree(self._folder / "models", ignore_errors=True)
-        if not self._failed:
+        if not self._failed or self.log_path.parent != self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _is_http_ready(self) -> bool:
@@ -353,10 +355,13 @@ class TritonServer:
             return json.load(response)
 
     def _failure(self, what: str) -> ServerError:
+        """With a model's own sentence where it refused to load, else with the log's end."""
         self._failed = True
-        with self.log_path.open(encoding="utf-8", errors="replace") as log:
-            tail = "".join(deque(log, maxlen=20))
-        return ServerError(f"{what}. The end of its log, {self.log_path}:\n{tail.rstrip()}")
+        log = self.log_path.read_text(encoding="utf-8", errors="replace")
+        if refusal := _REFUSAL.search(log):
+            return ServerError(f"{refusal['sentence']} (log {self.log_path})")
+        tail = "\n".join(log.splitlines()[-20:])
+        return ServerError(f"{what}. The end of its log, {self.log_path}:\n{tail}")
 
 
 def _children(pid: int) -> frozenset[int]:

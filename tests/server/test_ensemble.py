@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gptoss_backend.client import as_tensors
+from gptoss_engine.config import EngineConfig
 from gptoss_engine.demo import unseen_sums
 from tritonclient import grpc as tritonclient
 
@@ -115,6 +117,28 @@ def test_clients_that_leave_free_their_pages_within_a_second(client: Client) -> 
         stream.__exit__(None, None, None)
     eventually(client.is_idle, 1)
     assert client.metrics()["gptoss:aborted_generations_total"] == before + 16
+
+
+def test_clients_that_leave_the_queue_are_not_served(client: Client) -> None:
+    eventually(client.is_idle, 5)
+    url = client.server.ports.url("grpc")
+    inputs = {"text_input": "What is 1 + 1?", "ignore_eos": True, "max_tokens": 4000}
+    num_running = EngineConfig().max_num_seqs
+    connections = [tritonclient.InferenceServerClient(url) for _ in range(num_running + 8)]
+    try:
+        for connection in connections:
+            connection.start_stream(lambda result, error: None)
+            connection.async_stream_infer("gpt_oss", as_tensors({"stream": True, **inputs}))
+        eventually(lambda: client.metrics()["vllm:num_requests_waiting"] == 8, 20)
+        for connection in connections[num_running:]:
+            connection.stop_stream(cancel_requests=True)
+        eventually(lambda: client.metrics()["vllm:num_requests_waiting"] == 0, 5)
+        assert client.metrics()["vllm:num_requests_running"] == num_running
+    finally:
+        for connection in connections:
+            connection.stop_stream(cancel_requests=True)
+            connection.close()
+    eventually(client.is_idle, 5)
 
 
 def test_unseen_sums_are_right(client: Client) -> None:

@@ -192,3 +192,15 @@ def test_metrics_under_the_names_of_dashboards(client: Client) -> None:
         'gptoss:channel_tokens_total{channel="reasoning"}',
     ):
         assert name in names
+
+
+@pytest.mark.server
+def test_a_model_that_refuses_to_load_says_why(tmp_path: Path) -> None:
+    config = EngineConfig(num_window_pages=1)
+    with (
+        TritonServer(config, Ports.free(), tmp_path / "log") as server,
+        pytest.raises(ServerError) as failure,
+    ):
+        server.wait_ready(START_SECONDS)
+    assert str(failure.value).startswith("num_window_pages must be at least ")
+    assert str(tmp_path / "log") in str(failure.value)
