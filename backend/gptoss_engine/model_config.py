@@ -110,9 +110,10 @@ class ModelConfig:
         """From a checkpoint folder's config.json, in the Hugging Face or the original layout."""
         folder = Path(folder)
         values = read_json(folder / "config.json")
+        eos_token_ids = _eos_token_ids(folder, values)
         read = _from_huggingface if "model_type" in values else _from_original
         try:
-            return read(_Values(folder / "config.json", values), _eos_token_ids(folder, values))
+            return read(_Values(values), eos_token_ids)
         except InvalidCheckpoint as error:
             raise InvalidCheckpoint(f"{folder / 'config.json'}: {error}") from None
 
@@ -120,8 +121,7 @@ class ModelConfig:
 class _Values:
     """A JSON table whose values are asked for by name and kind, and refused by name and value."""
 
-    def __init__(self, where: str | Path, values: Mapping[str, Any]) -> None:
-        self.where = where
+    def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
 
     def integer(self, name: str) -> int:
@@ -148,7 +148,7 @@ class _Values:
         value = self._present(name)
         if not isinstance(value, dict):
             _refuse(name, value, "a table")
-        return _Values(name, value)
+        return _Values(value)
 
     def _present(self, name: str) -> Any:
         if self.values.get(name) is None:
@@ -251,16 +251,19 @@ def _eos_token_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
         if path.is_file() and (path.parent == folder or folder.name == "original"):
             value = read_json(path).get("eos_token_id")
             if value is not None:
-                return _token_ids(value)
+                return _token_ids(value, path)
     value = config.get("eos_token_id")
-    return _token_ids(GPT_OSS_EOS_TOKEN_IDS if value is None else value)
+    value = GPT_OSS_EOS_TOKEN_IDS if value is None else value
+    return _token_ids(value, folder / "config.json")
 
 
-def _token_ids(value: object) -> frozenset[int]:
+def _token_ids(value: object, where: Path) -> frozenset[int]:
     entries = value if isinstance(value, (list, tuple)) else [value]
     token_ids = [entry for entry in entries if type(entry) is int and entry >= 0]
     if len(token_ids) != len(entries):
-        _refuse("eos_token_id", value, "one or more token ids")
+        raise InvalidCheckpoint(
+            f"{where}: eos_token_id must be one or more token ids, got {value!r}"
+        )
     return frozenset(token_ids)
 
 

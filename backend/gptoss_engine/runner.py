@@ -19,7 +19,7 @@ from gptoss_engine.sequence import ScheduledStep, StepOutput
 from gptoss_engine.types import TokenLogprob
 from gptoss_engine.weights import Weights
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class Runner:
@@ -142,7 +142,7 @@ def load_runner(config: EngineConfig) -> Runner:
     pages = PageCounts.derive(config, checkpoint.config, dtype)
     weights = Weights.load(checkpoint, dtype, device)
     runner = Runner(checkpoint.config, weights, config, pages.full, pages.window)
-    logger.info(
+    log.info(
         "loaded %s on %s as %s in %.1f s: %d pages for full layers, %d for window layers",
         *(folder, device, str(dtype).removeprefix("torch."), time.monotonic() - started),
         *(pages.full, pages.window),

@@ -6,11 +6,13 @@ in ops.py. A cache is [pages, page_size, KV, D]; slot = page * page_size + offse
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-QUERY_TILE = 256  # bounds the score matrix of a long prefill: [N, 256, keys]
+QUERY_TILE = 256  # a tile of a window layer sees 127 keys more than it has queries
+MAX_SCORES = 2**24  # 64 MiB of scores: a long context gets fewer queries a tile
 NUM_CANDIDATES = 1024  # most top_p sets are smaller; a larger one costs a full sort of its row
 
 
@@ -141,32 +143,51 @@ def attention(
 
     out = query.new_empty(num_tokens, num_heads, head_dim)
     starts, lengths = query_start.tolist(), seq_lens.tolist()
-    decodes = [b for b in range(num_sequences) if starts[b + 1] - starts[b] == 1]
-    # Tiles of equal query length share one padded pass: all decodes, and each piece of a prefill.
-    tiles = [(decodes, [starts[b] for b in decodes], [lengths[b] for b in decodes], 1)]
-    for b in range(num_sequences):
-        num_queries = starts[b + 1] - starts[b]
-        for first in range(0, num_queries if num_queries > 1 else 0, QUERY_TILE):
-            size = min(QUERY_TILE, num_queries - first)
-            length = lengths[b] - num_queries + first + size
-            tiles.append(([b], [starts[b] + first], [length], size))
-    for sequences, rows, tile_lengths, size in tiles:
-        if sequences:
-            index = torch.tensor(rows, device=query.device)[:, None] + torch.arange(
-                size, device=query.device
-            )
-            tile = _attention_tile(
-                query[index],
-                key_cache,
-                value_cache,
-                sinks,
-                torch.tensor(tile_lengths, device=query.device),
-                page_tables[sequences],
-                scale,
-                window,
-            )
-            out[index] = tile.to(out.dtype)
+    for tile in _tiles(starts, lengths, num_heads):
+        rows = torch.tensor(tile.rows, device=query.device)[:, None]
+        rows = rows + torch.arange(tile.num_queries, device=query.device)
+        attended = _attention_tile(
+            query[rows],
+            key_cache,
+            value_cache,
+            sinks,
+            torch.tensor(tile.lengths, device=query.device),
+            page_tables[tile.sequences],
+            scale,
+            window,
+        )
+        out[rows] = attended.to(out.dtype)
     return out.view(num_tokens, num_heads * head_dim)
+
+
+class _Tile(NamedTuple):
+    """Sequences that share one padded pass: for each its first query row, and its tokens up to the
+    last of its num_queries queries."""
+
+    num_queries: int
+    sequences: list[int]
+    rows: list[int]
+    lengths: list[int]
+
+
+def _tiles(starts: list[int], lengths: list[int], num_heads: int) -> list[_Tile]:
+    """Decodes together, where padding to the longest at most doubles them; prefills in pieces."""
+    decodes: dict[int, _Tile] = {}
+    pieces = []
+    for b, length in enumerate(lengths):
+        num_queries = starts[b + 1] - starts[b]
+        if num_queries == 1:
+            tile = decodes.setdefault(length.bit_length(), _Tile(1, [], [], []))
+            tile.sequences.append(b)
+            tile.rows.append(starts[b])
+            tile.lengths.append(length)
+            continue
+        size = max(1, min(QUERY_TILE, MAX_SCORES // (num_heads * length)))
+        for first in range(0, num_queries, size):
+            last = min(first + size, num_queries)
+            seen = length - num_queries + last
+            pieces.append(_Tile(last - first, [b], [starts[b] + first], [seen]))
+    return [*decodes.values(), *pieces]
 
 
 def _attention_tile(
@@ -211,9 +232,11 @@ def _attention_tile(
     grouped = grouped.permute(0, 2, 3, 1, 4).flatten(2, 3)
     scores = (grouped @ key.permute(0, 2, 3, 1) * scale).unflatten(2, (-1, num_queries))
     scores = scores.masked_fill_(~visible[:, None, None], -math.inf)
-    sink = sinks.float().view(1, num_kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
-    probabilities = torch.softmax(torch.cat((scores, sink), dim=-1), dim=-1)[..., :-1]
-    out = probabilities.flatten(2, 3) @ value.transpose(1, 2)
+    sink = sinks.float().view(1, num_kv_heads, -1, 1, 1)
+    largest = torch.maximum(scores.amax(dim=-1, keepdim=True), sink)
+    weights = scores.sub_(largest).exp_()
+    weights /= weights.sum(dim=-1, keepdim=True) + (sink - largest).exp()
+    out = weights.flatten(2, 3) @ value.transpose(1, 2)
     out = out.unflatten(2, (-1, num_queries)).permute(0, 3, 1, 2, 4)
     return out.reshape(num_sequences, num_queries, num_heads, head_dim)
 

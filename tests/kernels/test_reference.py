@@ -241,6 +241,13 @@ def test_attention_of_a_prefill_longer_than_a_tile(window: int | None):
     assert rel_error(paged.operator(), paged.formula()) < BOUNDS[torch.float32]
 
 
+def test_attention_of_a_long_context_takes_fewer_queries_at_once(monkeypatch: pytest.MonkeyPatch):
+    for num_scores in (1, 4 * 70 * 3):
+        monkeypatch.setattr(reference, "MAX_SCORES", num_scores)
+        paged = Paged([(70, 8), (33, 1)], 16, None)
+        assert rel_error(paged.operator(), paged.formula()) < BOUNDS[torch.float32]
+
+
 @pytest.mark.parametrize("heads", [(8, 1, 8), (3, 3, 4)], ids=["one-kv-head", "no-groups"])
 def test_attention_with_any_grouping(heads: tuple[int, int, int]):
     paged = Paged([(7, 1), (9, 4)], 4, None, heads=heads)
