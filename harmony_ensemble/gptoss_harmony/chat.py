@@ -217,14 +217,16 @@ def _assistant_fields(path: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tool_calls(path: str, calls: Sequence[object]) -> list[dict[str, Any]]:
     checked: list[dict[str, Any]] = []
+    call_ids: set[str] = set()
     for number, call in enumerate(calls):
         where = f"{path}[{number}]"
         fields = _object(where, call, ("id", "type", "function", "index"))
         call_id = check_text(f"{where}.id", fields.get("id"))
         if not call_id:
             raise InvalidChat(f"{where}.id is empty")
-        if any(call_id == other["id"] for other in checked):
+        if call_id in call_ids:
             raise InvalidChat(f"{where}.id {shown(call_id)} is given twice in one message")
+        call_ids.add(call_id)
         if fields.get("type", "function") != "function":
             raise UnsupportedChat(f"{where}.type must be 'function', got {shown(fields['type'])}")
         function = _object(f"{where}.function", fields.get("function"), ("name", "arguments"))

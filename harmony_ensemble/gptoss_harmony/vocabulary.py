@@ -38,6 +38,8 @@ MESSAGE = 200_008
 CALL = 200_012
 STOP_TOKEN_IDS = (RETURN, CALL, END_OF_TEXT)
 
+# What a control token looks like; the vocabulary knows which are.
+_CONTROL_TEXT = re.compile(r"<\|[a-z]+(?:_[0-9]+)?\|>")
 # Without bpe-openai: characters without a break that openai-harmony encodes in a few milliseconds.
 MAX_RUN = 1000
 # What its pattern can take for one word: ink (to it the four separators are ink) or white space,
@@ -70,9 +72,6 @@ class Vocabulary:
             self.token_bytes[token_id].decode(): token_id
             for token_id in range(FIRST_CONTROL, NUM_TOKENS)
         }
-        self._control_text = re.compile(
-            "(" + "|".join(re.escape(text) for text in self._control_ids) + ")"
-        )
 
     def encode(self, text: str) -> list[int]:
         """Ordinary tokens only: text that spells a control token stays text."""
@@ -89,10 +88,13 @@ class Vocabulary:
     def encode_raw(self, text: str) -> list[int]:
         """Like `encode`, but text that spells a control token becomes that token."""
         token_ids: list[int] = []
-        for piece in self._control_text.split(text):
-            control_id = self._control_ids.get(piece)
-            token_ids += self.encode(piece) if control_id is None else (control_id,)
-        return token_ids
+        position = 0
+        for match in _CONTROL_TEXT.finditer(text):
+            control_id = self._control_ids.get(match[0])
+            if control_id is not None:
+                token_ids += (*self.encode(text[position : match.start()]), control_id)
+                position = match.end()
+        return token_ids + self.encode(text[position:])
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Every token as text, control tokens spelled out; broken UTF-8 becomes U+FFFD."""

@@ -1,4 +1,5 @@
 import json
+import time
 from typing import Any
 
 import pytest
@@ -311,6 +312,18 @@ def test_a_plain_text_is_one_users_message() -> None:
         user_message("")
     with pytest.raises(InvalidChat, match="text_input is not UTF-8: byte 0xff at position 2"):
         user_message(b"Hi\xff")
+
+
+def test_checking_is_linear() -> None:
+    """Four megabytes of whatever costs the most are checked within seconds, not minutes."""
+    calls = [{**CALL, "id": str(number)} for number in range(20_000)]
+    results = [{**RESULT, "tool_call_id": call["id"]} for call in calls]
+    start = time.process_time()
+    parse_messages(json.dumps([{**CALLING, "tool_calls": calls}, *results]))
+    parse_messages(json.dumps([{**USER, "content": [{"type": "text", "text": "a"}] * 110_000}]))
+    with pytest.raises(InvalidChat, match="unknown field"):
+        parse_messages(json.dumps([{**USER, "z" * 4_000_000: 1}]))
+    assert time.process_time() - start < 5.0
 
 
 def test_stop_words_have_limits() -> None:

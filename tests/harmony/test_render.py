@@ -341,6 +341,6 @@ def test_rendering_is_linear(loaded: Vocabulary) -> None:
         [message for _ in range(5_000) for message in (user("Hi " * 30), assistant("Ho " * 30))],
     ):
         request = chat(*messages)
-        start = time.perf_counter()
+        start = time.process_time()
         render_chat(loaded, request, TODAY)
-        assert time.perf_counter() - start < 1.0
+        assert time.process_time() - start < 1.0

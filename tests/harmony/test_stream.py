@@ -790,8 +790,8 @@ def test_a_token_costs_microseconds(loaded: Vocabulary) -> None:
     best = float("inf")
     for _ in range(3):
         stream = HarmonyStream(loaded)
-        start = time.perf_counter()
+        start = time.process_time()
         content = "".join(d.text for token_id in token_ids for d in stream.push([token_id]))
-        best = min(best, time.perf_counter() - start)
+        best = min(best, time.process_time() - start)
         assert content == text
     assert best / len(token_ids) < 20e-6, "four times what a quiet machine takes"
