@@ -157,15 +157,16 @@ def parse_messages(text: bytes | str) -> tuple[dict[str, Any], ...]:
     messages = _json("messages", text)
     if not isinstance(messages, list) or not messages:
         raise InvalidChat(f"messages must be a list of at least one message, got {shown(messages)}")
-    call_ids: set[str] = set()
+    called: dict[str, str] = {}  # the function's name by the call's id
     checked: list[dict[str, Any]] = []
     for number, message in enumerate(messages):
-        checked.append(_message(f"messages[{number}]", message, call_ids))
-        call_ids.update(call["id"] for call in checked[-1].get("tool_calls", ()))
+        checked.append(_message(f"messages[{number}]", message, called))
+        for call in checked[-1].get("tool_calls", ()):
+            called[call["id"]] = call["function"]["name"]
     return tuple(checked)
 
 
-def _message(path: str, message: object, call_ids: set[str]) -> dict[str, Any]:
+def _message(path: str, message: object, called: Mapping[str, str]) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise InvalidChat(f"{path} must be an object, got {shown(message)}")
     role = message.get("role")
@@ -182,9 +183,14 @@ def _message(path: str, message: object, call_ids: set[str]) -> dict[str, Any]:
     checked["content"] = _content(f"{path}.content", fields.get("content"))
     if role == "tool":
         call_id = check_text(f"{path}.tool_call_id", fields.get("tool_call_id"))
-        if call_id not in call_ids:
+        if call_id not in called:
             raise InvalidChat(
                 f"{path}.tool_call_id must be the id of an earlier tool call, got {shown(call_id)}"
+            )
+        if checked.get("name", called[call_id]) != called[call_id]:
+            raise InvalidChat(
+                f"{path}.name must be {called[call_id]!r}, as in the call, got "
+                f"{shown(checked['name'])}; it may be left out"
             )
         checked["tool_call_id"] = call_id
     return checked

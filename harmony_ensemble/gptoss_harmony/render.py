@@ -37,14 +37,15 @@ def render_chat(
     rendering = _Rendering(vocabulary)
     rendering.add("system", system_text(request, today or datetime.date.today()))
     messages = list(request.messages)
-    instructions = ""
+    author, sections = "developer", []
     if messages and messages[0]["role"] in _INSTRUCTING:
-        instructions = messages.pop(0)["content"]
-    sections = [_instructions(instructions)] if instructions else []
+        first = messages.pop(0)
+        author = _author(first)
+        sections += [_instructions(first["content"])] if first["content"] else []
     if request.tools:
         sections.append(render_tools(request.tools))
     if sections:
-        rendering.add("developer", "\n\n".join(sections))
+        rendering.add(author, "\n\n".join(sections))
     _add_history(rendering, messages)
     rendering.open("assistant")
     return Prompt(tuple(rendering.token_ids), STOP_TOKEN_IDS, request.sampling)
@@ -109,7 +110,7 @@ def _add_history(rendering: _Rendering, messages: Sequence[Mapping[str, Any]]) -
         match role:
             case "system" | "developer":
                 if content:
-                    rendering.add("developer", _instructions(content))
+                    rendering.add(_author(message), _instructions(content))
             case "user":
                 rendering.add(_author(message), content)
             case "tool":
@@ -130,8 +131,10 @@ def _add_history(rendering: _Rendering, messages: Sequence[Mapping[str, Any]]) -
 
 
 def _author(message: Mapping[str, Any]) -> str:
+    # A system message is the user's, too: Harmony's own comes from us alone.
+    role = "developer" if message["role"] == "system" else message["role"]
     name = message.get("name")
-    return f"{message['role']}:{name}" if name else message["role"]
+    return f"{role}:{name}" if name else role
 
 
 def _first_message_of_open_turn(messages: Sequence[Mapping[str, Any]]) -> int:

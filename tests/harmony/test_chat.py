@@ -114,6 +114,12 @@ def test_a_result_belongs_to_an_earlier_call() -> None:
             messages(*orphans)
 
 
+def test_a_results_name_is_its_calls() -> None:
+    assert messages(CALLING, {**RESULT, "name": "f"})[1]["name"] == "f"
+    with pytest.raises(InvalidChat, match=r"messages\[1\].name must be 'f', as in the call"):
+        messages(CALLING, {**RESULT, "name": "g"})
+
+
 REFUSED: list[tuple[Any, str]] = [
     ({"role": "user"}, "messages[0].content must be a string or a list of text parts, got null"),
     ({"role": "user", "content": 3}, "messages[0].content must be a string or a list"),

@@ -193,6 +193,12 @@ def test_the_first_instructions_lead_and_later_ones_stay(loaded: Vocabulary, rol
     )
 
 
+def test_instructions_keep_their_authors_name(loaded: Vocabulary) -> None:
+    named = {"role": "system", "name": "ann", "content": "Be kind."}
+    message = "<|start|>developer:ann<|message|># Instructions\n\nBe kind.<|end|>"
+    assert rendered(loaded, named, user(), named).count(message) == 2
+
+
 def test_empty_instructions_are_none(loaded: Vocabulary) -> None:
     assert rendered(loaded, {"role": "system", "content": ""}, user()) == rendered(loaded, user())
 
