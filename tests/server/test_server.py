@@ -1,11 +1,15 @@
 """A server's life: ports, start, a dead model process, drain, stop, and what it leaves behind."""
 
+import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,6 +20,7 @@ from gptoss_backend.server import (
     ServerError,
     TritonServer,
     find_installation,
+    model_repository,
     sweep_shared_memory,
     write_model_repository,
 )
@@ -134,34 +139,90 @@ def _wait_for_failure(server: TritonServer) -> str:
     pytest.fail("the death of a model process was not noticed")
 
 
-@pytest.mark.server
-def test_serve_drains_on_sigterm(tmp_path: Path) -> None:
-    ports = Ports.free()
+@contextmanager
+def _serving(ports: Ports, log: Path, models: Path) -> Iterator[subprocess.Popen[str]]:
+    """`gptoss serve` of a model repository in a process of its own, once it said it is ready."""
+    program = f"""
+from pathlib import Path
+from gptoss_backend import cli, server
+server.model_repository = lambda: Path({str(models)!r})
+cli.main()
+"""
     command = [
-        *(sys.executable, "-c", "from gptoss_backend.cli import main; main()", "serve"),
+        *(sys.executable, "-c", program, "serve"),
         *("--http-port", str(ports.http), "--grpc-port", str(ports.grpc)),
-        *("--metrics-port", str(ports.metrics), "--log-file", str(tmp_path / "log")),
+        *("--metrics-port", str(ports.metrics), "--log-file", str(log)),
     ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as serve:
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as serve:
         try:
             assert serve.stdout is not None
             ready = serve.stdout.readline()
             assert ready.startswith("ready: "), ready
             assert f"http://127.0.0.1:{ports.http}" in ready
-            with ChatClient(ports.url("grpc")) as client:
-                answer = client.ask(text_input="What is 1 + 1?", ignore_eos=True, max_tokens=150)
-                received = [next(answer)]
-                serve.send_signal(signal.SIGTERM)
-                refusal = _wait_for_refusal(ports)
-                received += answer
-            assert "draining" in refusal
-            assert received[-1].finish_reason == "length"
-            assert sum(each.outputs["num_output_tokens"] for each in received) == 150
-            assert serve.wait(20) == 0
+            yield serve
         finally:
             serve.kill()
+
+
+@pytest.mark.server
+def test_serve_drains_on_sigterm(tmp_path: Path) -> None:
+    ports = Ports.free()
+    with (
+        _serving(ports, tmp_path / "log", model_repository()) as serve,
+        ChatClient(ports.url("grpc")) as client,
+    ):
+        answer = client.ask(text_input="What is 1 + 1?", ignore_eos=True, max_tokens=150)
+        received = [next(answer)]
+        serve.send_signal(signal.SIGTERM)
+        refusal = _wait_for_refusal(ports)
+        received += answer
+        assert "draining" in refusal
+        assert received[-1].finish_reason == "length"
+        assert sum(each.outputs["num_output_tokens"] for each in received) == 150
+        assert serve.wait(20) == 0
     ports.check_free()
     assert (tmp_path / "log").exists()
+
+
+_POISON = """
+from gptoss_engine.runner import Runner
+sound = Runner.run
+def run(self, step):
+    if any(item.sequence.num_prompt_tokens == 7 for item in step.items):
+        raise RuntimeError("the device fell off")
+    return sound(self, step)
+Runner.run = run
+from gptoss_backend.engine_model import TritonPythonModel
+"""
+
+
+@pytest.mark.server
+def test_a_broken_engine_tells_everybody_and_ends_the_server(tmp_path: Path) -> None:
+    ports = Ports.free()
+    models = tmp_path / "models"
+    shutil.copytree(model_repository(), models)
+    (models / "gpt_oss_engine" / "1" / "model.py").write_text(_POISON)
+    with (
+        _serving(ports, tmp_path / "log", models) as serve,
+        ChatClient(ports.url("grpc")) as bystander,
+        ChatClient(ports.url("grpc")) as culprit,
+    ):
+        answer = bystander.ask(text_input="What is 1 + 1?", ignore_eos=True, max_tokens=4000)
+        next(answer)
+        (*_, last) = culprit.stream("gpt_oss_engine", {"input_ids": [1, 2, 3, 4, 5, 6, 7]})
+        assert last["finish_reason"] == "error"
+        assert "the device fell off" in json.loads(last["error"])["message"]
+        with pytest.raises(RequestFailed, match="the device fell off"):
+            list(answer)
+        assert serve.wait(20) == 1
+        assert serve.stderr is not None
+        assert "model processes died" in serve.stderr.read()
+    ports.check_free()
 
 
 def _wait_for_refusal(ports: Ports) -> str:
