@@ -29,9 +29,10 @@ class KVCache:
     ) -> "KVCache":
         def allocate(layer: int) -> Tensor:
             pages = num_window_pages if config.is_window(layer) else num_pages
-            # Zeroed memory is mapped by the system on first touch: unused pages cost nothing.
+            # Not zeroed: the system maps memory on first touch, so that unused pages cost a CPU
+            # nothing, and no slot is read before it is written.
             shape = (pages, page_size, config.num_kv_heads, config.head_dim)
-            return torch.zeros(shape, dtype=dtype, device=device)
+            return torch.empty(shape, dtype=dtype, device=device)
 
         layers = range(config.num_layers)
         return cls(tuple(map(allocate, layers)), tuple(map(allocate, layers)))
