@@ -50,7 +50,7 @@ _CHANNELS: dict[str, Channel] = {
 }
 _USERS = frozenset(("user", "all"))
 _ROLE = re.compile(r"\s*((?:assistant)+|(?:user|system|developer|tool|functions|browser|python)\b)")
-_RECIPIENT = re.compile(r"\s*to=(\S*)")
+_RECIPIENT = re.compile(r"to=(\S*)")
 _WORD = re.compile(r"\s*(\w*)")
 _CONTENT_TYPE = re.compile(r"\s*(?:json|code|text)\b\s*")
 
@@ -423,8 +423,8 @@ def _read(header: _Header) -> _Address:
     recipient: str | None = None
     channel: str | None = None
     rest = ""
-    if found := _RECIPIENT.match(prose):
-        recipient, rest, prose = found[1], prose[found.end() :], ""
+    if found := _RECIPIENT.match(prose.lstrip()):
+        recipient, rest, prose = found[1], found.string[found.end() :], ""
     elif (word := _WORD.match(prose)) and word[1] in _CHANNELS and not prose[word.end() :].strip():
         channel, prose = word[1], ""  # <|channel|> is missing, the name stands glued to the role
     for part in header.channels:

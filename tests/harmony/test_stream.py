@@ -784,6 +784,18 @@ def test_well_formed_answers_are_read_as_openai_harmony_reads_them(
     assert not stream.repairs
 
 
+@pytest.mark.parametrize("filler", [" ", "to=", "word ", "to= "])
+@pytest.mark.parametrize("header", [("CH",), ("CON",), ()])
+def test_an_endless_header_costs_no_more_than_its_length(
+    loaded: Vocabulary, header: tuple[str, ...], filler: str
+) -> None:
+    parts = (*header, filler * 100_000)
+    start = time.process_time()
+    answer, _ = read(loaded, parts, "length")
+    assert time.process_time() - start < 1.0
+    assert answer.finish_reason == "length"
+
+
 def test_a_token_costs_microseconds(loaded: Vocabulary) -> None:
     text = "The quick brown fox jumps over the lazy dog. 中文 😀 " * 500
     token_ids = tokens(loaded, "CH", "final", "M", text)
