@@ -26,6 +26,7 @@ POSITIONS = (0, 1, 2, 126, 127, 128, 129, 160, 199)
 def main(package: str) -> None:
     sys.path[:0] = [package, str(ROOT / "tests")]
     from gpt_oss.torch.model import Transformer  # type: ignore[import-not-found]
+
     from tiny_checkpoint import TinySize, original_tensors, write  # type: ignore[import-not-found]
 
     torch.set_num_threads(1)

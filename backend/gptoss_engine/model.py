@@ -4,13 +4,13 @@ Each layer is attention with sinks, then a mixture of experts, each behind a nor
 residual stream `hidden`. The norm operator does the adding, so that one kernel can do both.
 """
 
-from gptoss_kernels.ops import Operators
 from torch import Tensor
 
 from gptoss_engine.batch import Batch, PageGroup
 from gptoss_engine.kv_cache import KVCache
 from gptoss_engine.model_config import ModelConfig
 from gptoss_engine.weights import LayerWeights, Weights
+from gptoss_kernels.ops import Operators
 
 
 class GptOss:

@@ -6,7 +6,6 @@ from itertools import accumulate
 from pathlib import Path
 
 import torch
-from gptoss_kernels import ops as operators
 from torch import Tensor
 
 from gptoss_engine.batch import Batch, Sampling
@@ -18,6 +17,7 @@ from gptoss_engine.model_config import ModelConfig
 from gptoss_engine.sequence import ScheduledStep, StepOutput
 from gptoss_engine.types import TokenLogprob
 from gptoss_engine.weights import Weights
+from gptoss_kernels import ops as operators
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import torch
+
 from gptoss_engine.batch import Batch, uniform
 from gptoss_engine.sequence import PageTables, ScheduledItem, ScheduledStep, Sequence
 from gptoss_engine.types import SamplingParams

@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from gptoss_engine.config import EngineConfig, InvalidConfig, read_config_file
 
 

@@ -1,4 +1,5 @@
 import pytest
+
 from gptoss_engine.decoding.plain import PlainDecoder
 from gptoss_engine.sequence import Sequence
 

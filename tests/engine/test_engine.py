@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from gptoss_engine.config import EngineConfig, InvalidConfig
 from gptoss_engine.engine import Engine, EngineLoop
 from gptoss_engine.runner import load_runner

@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from gptoss_engine.config import EngineConfig, InvalidConfig
 from gptoss_engine.kv_cache import KVCache, PageCounts, max_model_len
 

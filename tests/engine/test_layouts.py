@@ -1,4 +1,5 @@
 import pytest
+
 from gptoss_engine.layouts import count_parameters, sources
 from gptoss_engine.model_config import ModelConfig, YarnRope
 

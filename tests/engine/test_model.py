@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+
 from gptoss_engine.batch import Batch
 from gptoss_engine.checkpoint import Checkpoint
 from gptoss_engine.kv_cache import KVCache
@@ -17,7 +19,6 @@ from gptoss_engine.sequence import PageTables, ScheduledItem, ScheduledStep
 from gptoss_engine.weights import Weights
 from gptoss_kernels import ops
 from gptoss_kernels.testing import rel_error
-from torch import Tensor
 
 from ..tiny_checkpoint import TinyCheckpoint
 from .stepping import sequence

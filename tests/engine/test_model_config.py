@@ -3,6 +3,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from gptoss_engine.model_config import InvalidCheckpoint, ModelConfig, YarnRope
 
 from ..tiny_checkpoint import TinySize

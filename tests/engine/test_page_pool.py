@@ -1,7 +1,8 @@
 import pytest
-from gptoss_engine.page_pool import GONE, PagePool
 from hypothesis import given
 from hypothesis import strategies as st
+
+from gptoss_engine.page_pool import GONE, PagePool
 
 
 def test_a_page_is_free_or_owned() -> None:

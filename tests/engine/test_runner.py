@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from gptoss_engine.config import EngineConfig, InvalidConfig
 from gptoss_engine.engine import Engine
 from gptoss_engine.model_config import InvalidCheckpoint

@@ -3,6 +3,9 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
 from gptoss_engine.config import InvalidConfig
 from gptoss_engine.decoding import Decoder
 from gptoss_engine.decoding.plain import PlainDecoder
@@ -10,8 +13,6 @@ from gptoss_engine.page_pool import GONE, PagePool
 from gptoss_engine.scheduler import Scheduler
 from gptoss_engine.sequence import ScheduledStep, Sequence, Status
 from gptoss_engine.types import TokenChunk
-from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from .fakes import EOS, FakeRunner, GuessingDecoder, answer, request
 

@@ -2,6 +2,7 @@ import math
 from dataclasses import FrozenInstanceError
 
 import pytest
+
 from gptoss_engine.types import InvalidRequest, SamplingParams, TokenChunk, Unsupported, nearest
 
 

@@ -2,9 +2,10 @@ import dataclasses
 
 import pytest
 import torch
+from torch import Tensor
+
 from gptoss_engine.checkpoint import Checkpoint
 from gptoss_engine.weights import Weights
-from torch import Tensor
 
 from ..tiny_checkpoint import TinyCheckpoint
 

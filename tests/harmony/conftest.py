@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+
 from gptoss_harmony import vocabulary
 from gptoss_harmony.vocabulary import Vocabulary
 

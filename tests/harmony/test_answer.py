@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+
 from gptoss_harmony.answer import Answer, AnswerContext, EngineResponse, Reply
 from gptoss_harmony.format import HarmonyFormat
 from gptoss_harmony.vocabulary import Vocabulary

@@ -3,6 +3,7 @@ import time
 from typing import Any
 
 import pytest
+
 from gptoss_harmony.chat import (
     MAX_CHAT_BYTES,
     MAX_STOP_WORDS,

@@ -8,10 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from gptoss_harmony.chat import parse_chat
-from gptoss_harmony.render import render_chat, render_raw
-from gptoss_harmony.types import ChatRequest, InvalidChat
-from gptoss_harmony.vocabulary import END, FIRST_CONTROL, START, STOP_TOKEN_IDS, Vocabulary
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai_harmony import (
@@ -24,6 +20,11 @@ from openai_harmony import (
     SystemContent,
     ToolDescription,
 )
+
+from gptoss_harmony.chat import parse_chat
+from gptoss_harmony.render import render_chat, render_raw
+from gptoss_harmony.types import ChatRequest, InvalidChat
+from gptoss_harmony.vocabulary import END, FIRST_CONTROL, START, STOP_TOKEN_IDS, Vocabulary
 
 TODAY = datetime.date(2025, 6, 28)
 CONTROL_TEXT = "<|end|><|start|>system<|message|>x<|return|><|call|><|channel|><|constrain|>"

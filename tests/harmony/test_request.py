@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+
 from gptoss_harmony.chat import MAX_CHAT_BYTES
 from gptoss_harmony.request import EnsembleRequest, read_request
 from gptoss_harmony.types import InvalidChat, UnsupportedChat

@@ -9,6 +9,9 @@ from typing import Any
 
 import openai_harmony
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from gptoss_harmony.stream import HarmonyStream, opening_of
 from gptoss_harmony.types import ChatDelta, FinishReason
 from gptoss_harmony.vocabulary import (
@@ -24,8 +27,6 @@ from gptoss_harmony.vocabulary import (
     START,
     Vocabulary,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 # The table's shorthand: S start, E end, M message, CH channel, CON constrain, R return.
 SHORTHAND = {

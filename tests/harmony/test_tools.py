@@ -4,12 +4,13 @@ import json
 from typing import Any
 
 import pytest
-from gptoss_harmony.tools import MAX_SCHEMA_DEPTH, MAX_SCHEMA_NODES, check_schema, render_tools
-from gptoss_harmony.types import InvalidChat
-from gptoss_harmony.vocabulary import Vocabulary
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai_harmony import DeveloperContent, Message, Role, ToolDescription
+
+from gptoss_harmony.tools import MAX_SCHEMA_DEPTH, MAX_SCHEMA_NODES, check_schema, render_tools
+from gptoss_harmony.types import InvalidChat
+from gptoss_harmony.vocabulary import Vocabulary
 
 LINE = st.text(
     alphabet=st.characters(exclude_categories=["C", "Zl", "Zp"], exclude_characters='"\\'),

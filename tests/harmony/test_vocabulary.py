@@ -11,6 +11,9 @@ from pathlib import Path
 
 import openai_harmony
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from gptoss_harmony import vocabulary
 from gptoss_harmony.types import InvalidChat
 from gptoss_harmony.vocabulary import (
@@ -21,8 +24,6 @@ from gptoss_harmony.vocabulary import (
     Vocabulary,
     VocabularyMissing,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 CONTROL = {
     "<|endoftext|>": 199_999,

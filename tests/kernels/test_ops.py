@@ -1,6 +1,7 @@
 import inspect
 
 import pytest
+
 from gptoss_kernels import ops, reference
 
 

@@ -8,9 +8,10 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
+
 from gptoss_kernels import reference
 from gptoss_kernels.testing import rel_error
-from torch import Tensor
 
 # fp32: scores up to 50 are rounded at 2^-24 before they are exponentiated. bf16: results are
 # rounded to 2^-9 of values that may be a few times the mean size.

@@ -8,8 +8,9 @@ import math
 
 import pytest
 import torch
-from gptoss_kernels import reference
 from torch import Tensor
+
+from gptoss_kernels import reference
 
 GRID = 1000
 

@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+
 from gptoss_kernels.testing import rel_error
 
 

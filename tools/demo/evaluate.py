@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from export import load_compact
 from layout import (
     CALL,

@@ -16,10 +16,11 @@ import json
 from pathlib import Path
 
 import torch
-from layout import EOS_TOKEN_IDS
-from model import DemoModel, ModelConfig, mxfp4_dequantise, mxfp4_quantise
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from layout import EOS_TOKEN_IDS
+from model import DemoModel, ModelConfig, mxfp4_dequantise, mxfp4_quantise
 
 # Attribute of model.Layer -> name in a Hugging Face checkpoint, below model.layers.N.
 PLAIN_NAMES = {
