@@ -6,6 +6,7 @@ It must survive every test: the one that killed it fails, and so do all that fol
 from collections.abc import Iterator
 
 import pytest
+
 from gptoss_backend.server import Ports, TritonServer
 from gptoss_engine.config import EngineConfig
 

@@ -5,9 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gptoss_backend.client import RequestFailed
 from tritonclient import grpc as tritonclient
 from tritonclient.utils import InferenceServerException
+
+from gptoss_backend.client import RequestFailed
 
 from .clients import Client, eventually
 

@@ -5,6 +5,7 @@ from contextlib import closing
 from typing import Any
 
 import pytest
+
 from gptoss_backend.client import ChatClient, RequestFailed
 
 from .clients import Client, eventually

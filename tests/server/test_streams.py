@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
+
 from gptoss_backend.streams import Stream, StreamResponse, Streams
 from gptoss_engine.types import TokenChunk, TokenLogprob
 

@@ -8,8 +8,6 @@ Exit codes: 0 done, 1 it failed, 2 wrong usage or configuration, 130 interrupted
 import sys
 
 import typer
-from gptoss_engine.config import InvalidConfig
-from gptoss_engine.types import InvalidRequest
 
 from gptoss_backend.cli import bench
 from gptoss_backend.cli.chat import chat
@@ -18,6 +16,8 @@ from gptoss_backend.cli.generate import generate
 from gptoss_backend.cli.inspect import inspect
 from gptoss_backend.cli.serve import serve
 from gptoss_backend.server import ServerError
+from gptoss_engine.config import InvalidConfig
+from gptoss_engine.types import InvalidRequest
 
 app = typer.Typer(
     help="gpt-oss on tritonserver, with Harmony in and out.",

@@ -22,8 +22,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from gptoss_engine.config import EngineConfig
-from gptoss_engine.types import GenerationRequest, SamplingParams
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -32,6 +30,8 @@ from gptoss_backend.cli.formats import load_format
 from gptoss_backend.cli.options import with_engine_config
 from gptoss_backend.client import ChatClient
 from gptoss_backend.server import Ports, TritonServer
+from gptoss_engine.config import EngineConfig
+from gptoss_engine.types import GenerationRequest, SamplingParams
 
 app = typer.Typer(no_args_is_help=True, help="Measure this machine; a table, then one JSON line.")
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from gptoss_engine.config import EngineConfig, InvalidConfig
 from rich.console import Console
 
 from gptoss_backend.cli.errors import CommandFailed
 from gptoss_backend.cli.options import with_engine_config
 from gptoss_backend.server import Ports, TritonServer
+from gptoss_engine.config import EngineConfig, InvalidConfig
 
 _EFFORTS = ("low", "medium", "high")
 _HELP = "/reset forgets the chat, /effort low|medium|high, /quit ends; Ctrl-C stops an answer"

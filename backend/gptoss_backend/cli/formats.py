@@ -3,9 +3,8 @@
 import importlib.metadata
 from typing import Any
 
-from gptoss_engine.config import EngineConfig, InvalidConfig
-
 from gptoss_backend.cli.errors import CommandFailed
+from gptoss_engine.config import EngineConfig, InvalidConfig
 
 
 def load_format(name: str, config: EngineConfig) -> Any:

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
-from gptoss_engine.config import EngineConfig, InvalidConfig
-from gptoss_engine.types import GenerationRequest, InvalidRequest, SamplingParams, TokenChunk
 from rich.console import Console
 
 from gptoss_backend.cli.errors import CommandFailed
 from gptoss_backend.cli.formats import load_format
 from gptoss_backend.cli.options import with_engine_config
+from gptoss_engine.config import EngineConfig, InvalidConfig
+from gptoss_engine.types import GenerationRequest, InvalidRequest, SamplingParams, TokenChunk
 
 
 @with_engine_config

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
+
 from gptoss_engine.config import EngineConfig, InvalidConfig, read_config_file
 
 _PANEL = "Engine configuration (flags win over --config)"

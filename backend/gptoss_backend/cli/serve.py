@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from gptoss_engine.config import EngineConfig
 from rich.console import Console
 
 from gptoss_backend.cli.errors import CommandFailed
 from gptoss_backend.cli.options import with_engine_config
 from gptoss_backend.server import Ports, TritonServer
+from gptoss_engine.config import EngineConfig
 
 _CHECK_SECONDS = 0.5
 
