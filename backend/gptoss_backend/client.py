@@ -11,6 +11,12 @@ import numpy as np
 from tritonclient import grpc as tritonclient
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
+# A proxy that the environment names is no way to this machine.
+_LOCAL_CHANNEL = [
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+]
 _NUMPY_TYPES = {bool: np.bool_, int: np.int32, float: np.float32}
 
 
@@ -44,7 +50,10 @@ class ChatClient:
     """One connection to a server at `url` (host:port of gRPC); one request at a time."""
 
     def __init__(self, url: str) -> None:
-        self._client = tritonclient.InferenceServerClient(url)
+        is_local = url.startswith(("127.0.0.1:", "localhost:"))
+        self._client = tritonclient.InferenceServerClient(
+            url, channel_args=_LOCAL_CHANNEL if is_local else None
+        )
 
     def __enter__(self) -> "ChatClient":
         return self

@@ -21,6 +21,10 @@ from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils  # pyright: ignore[reportMissingImports]
+
+from gptoss_backend.metrics import EngineMetrics, Finished
+from gptoss_backend.server import CONTROL_KEY_VARIABLE
+from gptoss_backend.streams import Stream, StreamResponse, Streams
 from gptoss_engine.config import EngineConfig
 from gptoss_engine.engine import load_engine_loop
 from gptoss_engine.types import (
@@ -31,10 +35,6 @@ from gptoss_engine.types import (
     Unavailable,
     Unsupported,
 )
-
-from gptoss_backend.metrics import EngineMetrics, Finished
-from gptoss_backend.server import CONTROL_KEY_VARIABLE
-from gptoss_backend.streams import Stream, StreamResponse, Streams
 
 _METRICS_SECONDS = 0.25
 _LAST_WORDS_SECONDS = 5.0

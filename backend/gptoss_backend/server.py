@@ -29,15 +29,17 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
-
-from gptoss_engine.config import EngineConfig
+from typing import Any, BinaryIO
 
 from gptoss_backend.launch import shared_memory_prefix
+from gptoss_engine.config import EngineConfig
 
 CONTROL_KEY_VARIABLE = "GPTOSS_CONTROL_KEY"
 _SHARED_MEMORY = Path("/dev/shm")
 _POLL_SECONDS = 0.1
+_LOG_TAIL_BYTES = 2**16
+# A proxy that the environment names is no way to this machine.
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 # A Python model's exception as the server's log ends with it.
 _REFUSAL = re.compile(r"loading failed with error: .*Internal: (\w+: )?(?P<sentence>.+)")
 
@@ -63,6 +65,12 @@ class Ports:
             return cls(*(each.getsockname()[1] for each in sockets))
 
     def check_free(self) -> None:
+        """Raise ServerError, naming the flag to change, if one cannot be listened on."""
+        if len({self.http, self.grpc, self.metrics}) < 3:
+            raise ServerError(
+                f"the http, grpc and metrics ports must differ, got {self.http}, {self.grpc} and "
+                f"{self.metrics}"
+            )
         for name in ("http", "grpc", "metrics"):
             port = getattr(self, name)
             with socket.socket() as probe:
@@ -214,7 +222,11 @@ class TritonServer:
         self._failed = False
 
     def __enter__(self) -> "TritonServer":
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -235,7 +247,7 @@ class TritonServer:
         installation = find_installation()
         sweep_shared_memory()
         write_model_repository(self._folder / "models", self.config)
-        with self.log_path.open("ab") as log:
+        with self._open_log() as log:
             self._process = subprocess.Popen(
                 self._command(installation),
                 stdin=subprocess.DEVNULL,
@@ -244,6 +256,12 @@ class TritonServer:
                 env=self._environment(installation),
                 start_new_session=True,
             )
+
+    def _open_log(self) -> BinaryIO:
+        try:
+            return self.log_path.open("ab")
+        except OSError as error:
+            raise ServerError(f"cannot write the log {self.log_path}: {error.strerror}") from error
 
     def _command(self, installation: Installation) -> list[str]:
         command = [
@@ -329,7 +347,7 @@ class TritonServer:
     def _is_http_ready(self) -> bool:
         url = f"http://{self.ports.url('http')}/v2/health/ready"
         try:
-            with urllib.request.urlopen(url, timeout=5):
+            with _DIRECT.open(url, timeout=5):
                 return True
         except OSError:
             return False
@@ -351,13 +369,15 @@ class TritonServer:
             data=json.dumps(body).encode(),
             headers={"Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=seconds) as response:
+        with _DIRECT.open(request, timeout=seconds) as response:
             return json.load(response)
 
     def _failure(self, what: str) -> ServerError:
         """With a model's own sentence where it refused to load, else with the log's end."""
         self._failed = True
-        log = self.log_path.read_text(encoding="utf-8", errors="replace")
+        with self.log_path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
+            log = file.read().decode("utf-8", "replace")
         if refusal := _REFUSAL.search(log):
             return ServerError(f"{refusal['sentence']} (log {self.log_path})")
         tail = "\n".join(log.splitlines()[-20:])

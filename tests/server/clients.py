@@ -12,8 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+
 from gptoss_backend.client import ChatClient, ChatResponse
 from gptoss_backend.server import TritonServer
+
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @dataclass(slots=True)
@@ -72,7 +75,7 @@ class Client:
             data=json.dumps(body).encode(),
         )
         try:
-            with urllib.request.urlopen(request, timeout=60) as response:
+            with _DIRECT.open(request, timeout=60) as response:
                 return response.status, response.read()
         except urllib.error.HTTPError as error:
             return error.code, error.read()
@@ -80,7 +83,7 @@ class Client:
     def metrics(self) -> dict[str, float]:
         """By name and labels as the server prints them; custom metrics without labels by name."""
         url = f"http://{self.server.ports.url('metrics')}/metrics"
-        with urllib.request.urlopen(url, timeout=10) as response:
+        with _DIRECT.open(url, timeout=10) as response:
             lines = response.read().decode().splitlines()
         pairs = [line.rsplit(" ", 1) for line in lines if line and not line.startswith("#")]
         return {name: float(value) for name, value in pairs}

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tritonclient import grpc as tritonclient
+
 from gptoss_backend.client import as_tensors
 from gptoss_engine.config import EngineConfig
 from gptoss_engine.demo import unseen_sums
-from tritonclient import grpc as tritonclient
 
 from .clients import Answer, Client, eventually
 
@@ -218,8 +219,16 @@ def test_names_of_vllm_clients(client: Client) -> None:
     assert answer.text == f"{QUESTION}17 + 25"
     assert answer.finish_reasons == ["stop"]
     (response,) = answer.responses
-    assert -10 < response.outputs["cumulative_logprob"] < 0
     assert response.outputs["logprobs"] == "[]"
+
+
+def test_cumulative_logprob_adds_up_over_the_responses(client: Client) -> None:
+    unlikely = {"text_input": QUESTION, "temperature": 20.0, "seed": 3, "max_tokens": 8}
+    streamed = client.ask(**unlikely, ignore_eos=True, return_cumulative_logprob=True)
+    whole = client.ask(**unlikely, ignore_eos=True, return_cumulative_logprob=True, stream=False)
+    sums = [each.outputs["cumulative_logprob"] for each in streamed.responses]
+    assert sums == sorted(sums, reverse=True)
+    assert sums[-1] == whole.responses[0].outputs["cumulative_logprob"] < -1
 
 
 def test_names_of_tensorrt_llm_clients(client: Client) -> None:

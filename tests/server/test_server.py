@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
 from gptoss_backend.client import ChatClient, RequestFailed
 from gptoss_backend.launch import shared_memory_prefix
 from gptoss_backend.server import (
@@ -41,6 +42,17 @@ def test_port_in_use_is_a_sentence_before_the_start() -> None:
         with pytest.raises(ServerError, match=f"http port {ports.http} .* --http-port"):
             server.start()
         server.stop()
+
+
+def test_ports_must_differ() -> None:
+    with pytest.raises(ServerError, match="must differ, got 5, 6 and 5"):
+        Ports(5, 6, 5).check_free()
+
+
+def test_log_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
+    log = tmp_path / "missing" / "log"
+    with pytest.raises(ServerError, match=f"cannot write the log {log}: No such file"):
+        TritonServer(EngineConfig(), Ports.free(), log).__enter__()
 
 
 def test_missing_model_is_a_sentence_before_the_start() -> None:
