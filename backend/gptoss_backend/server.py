@@ -316,6 +316,21 @@ class TritonServer:
         if dead := [pid for pid in self.model_processes if not _is_running(pid)]:
             raise self._failure(f"{len(dead)} of tritonserver's model processes died")
 
+    def check_responds(self, seconds: float) -> None:
+        """Raise ServerError if the server answers nothing any more.
+
+        After heap corruption the 2.51 server was seen to hang in its signal handler forever.
+        """
+        self.check()
+        try:
+            with _DIRECT.open(f"http://{self.ports.url('http')}/v2/health/live", timeout=seconds):
+                pass
+        except OSError as error:
+            self.check()
+            raise self._failure(
+                f"tritonserver hangs: no answer within {seconds:g} seconds"
+            ) from error
+
     def drain(self, seconds: float) -> bool:
         """Refuse new requests and let running generations finish; abort those left after `seconds`.
 

@@ -140,6 +140,19 @@ def test_dead_model_process_is_reported() -> None:
     server.log_path.parent.rmdir()
 
 
+@pytest.mark.server
+def test_hanging_server_is_reported_and_killed() -> None:
+    with TritonServer(EngineConfig(), Ports.free()) as server:
+        server.wait_ready(START_SECONDS)
+        server.check_responds(5)
+        os.kill(server.pid, signal.SIGSTOP)
+        with pytest.raises(ServerError, match=r"hangs: no answer within 0\.5 seconds"):
+            server.check_responds(0.5)
+        server.stop(seconds=0.5)
+        assert not (Path("/proc") / str(server.pid)).exists()
+    shutil.rmtree(server.log_path.parent)
+
+
 def _wait_for_failure(server: TritonServer) -> str:
     pause = threading.Event()
     for _ in range(100):

@@ -15,6 +15,7 @@ from gptoss_backend.server import Ports, TritonServer
 from gptoss_engine.config import EngineConfig
 
 _CHECK_SECONDS = 0.5
+_RESPONDS_SECONDS = 30.0
 
 
 @with_engine_config
@@ -46,8 +47,12 @@ def serve(
             f"ready: HTTP http://{ports.url('http')}, gRPC {ports.url('grpc')}, "
             f"metrics http://{ports.url('metrics')}/metrics, log {server.log_path}"
         )
+        responded_at = time.monotonic()
         while not stopping.wait(_CHECK_SECONDS):
             server.check()
+            if time.monotonic() - responded_at > _RESPONDS_SECONDS:
+                server.check_responds(_RESPONDS_SECONDS)
+                responded_at = time.monotonic()
         console.print(f"draining for at most {drain_seconds:g} seconds; a second signal ends it")
         started = time.monotonic()
         if not server.drain(drain_seconds):
