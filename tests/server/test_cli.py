@@ -79,9 +79,12 @@ def test_inspect_shows_the_demo() -> None:
     assert "201,088" in _run("inspect", "demo").stdout
 
 
-def test_inspect_of_no_checkpoint_fails_in_a_sentence(tmp_path: Path) -> None:
-    done = _run("inspect", str(tmp_path))
-    assert done.returncode != 0
+@pytest.mark.parametrize("command", [("inspect",), ("generate", "x", "--model")])
+def test_a_folder_without_a_checkpoint_fails_in_a_sentence(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
+    done = _run(*command, str(tmp_path))
+    assert done.returncode == 1
     assert done.stderr.startswith("gptoss: ")
     assert "Traceback" not in done.stderr
 

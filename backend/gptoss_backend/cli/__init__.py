@@ -17,6 +17,7 @@ from gptoss_backend.cli.inspect import inspect
 from gptoss_backend.cli.serve import serve
 from gptoss_backend.server import ServerError
 from gptoss_engine.config import InvalidConfig
+from gptoss_engine.model_config import InvalidCheckpoint
 from gptoss_engine.types import InvalidRequest
 
 app = typer.Typer(
@@ -33,7 +34,7 @@ app.add_typer(bench.app, name="bench")
 def main() -> None:
     try:
         app()
-    except (CommandFailed, ServerError) as error:
+    except (CommandFailed, ServerError, InvalidCheckpoint) as error:
         _exit(error, 1)
     except (InvalidConfig, InvalidRequest) as error:
         _exit(error, 2)

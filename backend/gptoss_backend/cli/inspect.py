@@ -8,8 +8,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from gptoss_backend.cli.errors import CommandFailed
-
 
 def inspect(
     checkpoint: Annotated[str, typer.Argument(help="A checkpoint folder, or 'demo'.")],
@@ -18,13 +16,9 @@ def inspect(
 ) -> None:
     """Check a checkpoint's configuration and tensor headers, and show its figures."""
     from gptoss_engine.checkpoint import describe
-    from gptoss_engine.model_config import InvalidCheckpoint
     from gptoss_engine.runner import checkpoint_folder
 
-    try:
-        summary = describe(checkpoint_folder(checkpoint))
-    except InvalidCheckpoint as error:
-        raise CommandFailed(str(error)) from error
+    summary = describe(checkpoint_folder(checkpoint))
     figures: dict[str, Any] = {
         "folder": str(summary.folder),
         "layout": summary.layout,
