@@ -1,17 +1,26 @@
-"""The demo's cache folder: fresh, reused, shared, damaged, impossible."""
+"""The demo: its cache folder (fresh, reused, shared, damaged, impossible), training, quality."""
 
+import importlib
 import json
 import os
+import random
+import re
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from gptoss_engine import demo
 from gptoss_engine.config import InvalidConfig
-from safetensors.torch import load_file
+from gptoss_harmony import vocabulary
+from gptoss_harmony.format import HarmonyFormat
+from safetensors.torch import load_file, save_file
 
 
 @pytest.fixture
@@ -149,3 +158,88 @@ def test_held_out_split_is_stable_and_about_a_twelfth():
     assert len(set(demo.unseen_sums(200))) == 200
     share = sum(demo.held_out("add", (a, b)) for a in range(100) for b in range(100)) / 10_000
     assert 0.07 < share < 0.1
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory) -> Iterator[SimpleNamespace]:
+    """tools/demo's modules, which import each other by plain names."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.syspath_prepend(Path(__file__).parents[2] / "tools" / "demo")
+        names = ("domain", "dataset", "model", "export")
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+        for name in (*names, "layout"):
+            sys.modules.pop(name)
+
+
+def test_training_saw_chats_as_the_format_renders_them(training):
+    harmony = HarmonyFormat(vocabulary.load(), today=date(2027, 3, 9))
+    r = random.Random(0)
+    kinds = set()
+    for _ in range(150):
+        example = training.domain.sample(r)
+        example = replace(
+            example, date="2027-03-09", names_commentary=bool(example.tools), ends_calls=True
+        )
+        request = harmony.parse_chat(
+            messages=json.dumps(example.messages),
+            tools=json.dumps(example.tools) if example.tools else None,
+            reasoning_effort=example.effort,
+        )
+        prompt, _ = training.dataset.render(example)
+        assert tuple(prompt) == harmony.render_chat(request).token_ids
+        kinds.add(example.kind)
+    assert {"add", "weather_call", "weather_answer", "other"} <= kinds
+
+
+def test_training_never_sees_a_held_out_problem(training):
+    r = random.Random(1)
+    for _ in range(300):
+        example = training.domain.sample(r, "add")
+        asked = re.findall(r"\b(\d+) \+ (\d+) = ", example.reply.text)
+        assert not any(demo.held_out("add", (int(a), int(b))) for a, b in asked)
+        unseen = training.domain.sample(r, "add", unseen=True)
+        ((a, b),) = re.findall(r"\b(\d+) \+ (\d+) = ", unseen.reply.text)
+        assert demo.held_out("add", (int(a), int(b)))
+
+
+@pytest.mark.parametrize(("a", "b"), [(0, 0), (5, 7), (17, 25), (9, 95), (999, 1), (480, 37)])
+def test_reasoning_about_sums_is_right(training, a, b):
+    reply = training.domain.add_reply(a, b, check=True)
+    assert reply.text == f"{a} + {b} = {a + b:,}."
+    steps = re.findall(r"(\d(?: \+ \d)+) = (\d+)\.", reply.reasoning)
+    assert steps
+    assert all(sum(map(int, step.split(" + "))) == int(total) for step, total in steps)
+    assert f"So {a + b:,}." in reply.reasoning
+
+
+def test_export_round_trip(training, tmp_path):
+    """What is written reads back as the same model, to bfloat16's and MXFP4's rounding.
+
+    The median, because rounding may send a token to another expert.
+    """
+    torch.manual_seed(0)
+    model = training.model.DemoModel(training.model.ModelConfig(), num_tokens=40)
+    token_ids = list(range(100, 140))
+    tensors = training.export.compact_tensors(model, token_ids, sharpness=2.0)
+    save_file(tensors, tmp_path / "model.safetensors")
+
+    loaded, loaded_ids = training.export.load_compact(tmp_path)
+
+    assert loaded_ids == token_ids
+    assert torch.equal(loaded.norm, 2 * model.norm)
+    ids = torch.randint(41, (2, 30))
+    chats = torch.zeros(2, 30)
+    before, after = (m.logits(m(ids, chats)[0])[..., :-1] for m in (model, loaded))
+    assert torch.nn.functional.cosine_similarity(before, after, -1).median() > 0.999
+    again = training.export.compact_tensors(loaded, token_ids, sharpness=1.0)
+    assert tensors.keys() == again.keys()
+    assert all(torch.equal(tensors[name], again[name]) for name in tensors if "blocks" in name)
+
+
+def test_mxfp4_rounds_to_the_nearest_value_of_its_grid(training):
+    weight = torch.tensor([[6.0, -0.2, 0.3, 0.7, 1.3, -1.7, 2.6, 3.6, 4.9, 5.2] + [0.0] * 22])
+    codes, exponents = training.model.mxfp4_quantise(weight)
+    assert exponents.tolist() == [[0]]
+    values = training.model.mxfp4_dequantise(codes, exponents)[0, :10].tolist()
+    assert values == [6.0, -0.0, 0.5, 0.5, 1.5, -1.5, 3.0, 4.0, 4.0, 6.0]

@@ -9,37 +9,34 @@ test_<kind>: uint16 [K, …], one held-out chat a row, right-aligned behind IGNO
 """
 
 import argparse
+import json
 import multiprocessing
 import random
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator
-from functools import cache
+from datetime import date
 from itertools import chain, islice
 from pathlib import Path
 
 import domain
 import numpy as np
+from gptoss_harmony.chat import parse_chat
+from gptoss_harmony.render import render_chat, system_text
 from layout import (
     CALL,
     END,
     GENERATED,
     IGNORED,
+    MESSAGE,
     RETURN,
     ROW_LENGTH,
+    START,
     START_OF_CHAT,
     VOCAB_SIZE,
 )
-from openai_harmony import (
-    Author,
-    DeveloperContent,
-    Message,
-    Role,
-    TextContent,
-    ToolDescription,
-)
 
-CONSTRAIN_JSON = "<|constrain|>json"
 Tokens = list[int]
 
 
@@ -47,90 +44,39 @@ Tokens = list[int]
 
 
 def render(example: domain.Example) -> tuple[Tokens, Tokens]:
-    """The prompt, up to `<|start|>assistant`, and the reply that must follow."""
-    prompt = list(
-        system_tokens(example.effort, example.date, bool(example.tools), example.names_commentary)
+    """The prompt, up to `<|start|>assistant`, and the reply that must follow.
+
+    The prompt is what gptoss_harmony renders, or what other renderers of Harmony might have:
+    without a date, with commentary among the channels of a chat without tools, with finished
+    calls that end in <|end|>.
+    """
+    vocabulary = domain.vocabulary()
+    request = parse_chat(
+        messages=json.dumps(example.messages),
+        tools=json.dumps(example.tools) if example.tools else None,
+        reasoning_effort=example.effort,
     )
-    messages = example.messages
-    instructions = ""
-    if messages[0]["role"] in ("system", "developer"):
-        instructions, messages = messages[0]["content"], messages[1:]
-    if instructions or example.tools:
-        prompt += developer_tokens(instructions, example.tools)
-    last_user = max(i for i, message in enumerate(messages) if message["role"] == "user")
-    called = ""
-    for i, message in enumerate(messages):
-        if message["role"] == "user":
-            prompt += tokens(Message.from_role_and_content(Role.USER, message["content"]))
-        elif message["role"] == "tool":
-            prompt += tokens(tool_result(called, message["content"]))
-        elif "tool_calls" in message:
-            function = message["tool_calls"][0]["function"]
-            called = function["name"]
-            if i > last_user and message["reasoning_content"]:
-                prompt += tokens(said(message["reasoning_content"], "analysis"))
-            prompt += tokens(call(called, function["arguments"]))
-            if not example.ends_calls:
-                prompt[-1] = END
-        else:
-            prompt += tokens(said(message["content"], "final"))
-    start = domain.encoding().encode("<|start|>assistant", allowed_special="all")
-    reply = example.reply
-    answer = call(reply.tool, reply.text) if reply.tool else said(reply.text, "final")
-    generated = tokens(said(reply.reasoning, "analysis")) + tokens(answer)
-    generated[-1] = CALL if reply.tool else RETURN
-    return prompt + start, generated[len(start) :]
-
-
-@cache
-def system_tokens(
-    effort: str, date: str | None, has_tools: bool, names_commentary: bool
-) -> tuple[int, ...]:
-    channels = "analysis, commentary, final" if names_commentary else "analysis, final"
-    text = (
-        "You are ChatGPT, a large language model trained by OpenAI.\nKnowledge cutoff: 2024-06\n"
-        + (f"Current date: {date}\n" if date else "")
-        + f"\nReasoning: {effort}\n\n# Valid channels: {channels}."
-        + " Channel must be included for every message."
-    )
-    if has_tools:
-        text += "\nCalls to these tools must go to the commentary channel: 'functions'."
-    text = f"<|start|>system<|message|>{text}<|end|>"
-    return tuple(domain.encoding().encode(text, allowed_special="all"))
-
-
-def developer_tokens(instructions: str, tools: list[dict]) -> Tokens:
-    content = DeveloperContent.new()
-    if instructions:
-        content = content.with_instructions(instructions)
-    if tools:
-        functions = [tool["function"] for tool in tools]
-        content = content.with_function_tools(
-            [
-                ToolDescription.new(f["name"], f["description"], parameters=f["parameters"])
-                for f in functions
-            ]
+    today = date.fromisoformat(example.date or "2024-01-01")
+    prompt = list(render_chat(vocabulary, request, today).token_ids)
+    system = system_text(request, today)
+    if example.date is None:
+        system = re.sub(r"Current date: .*\n", "", system)
+    if example.names_commentary:
+        system = system.replace(
+            "channels: analysis, final", "channels: analysis, commentary, final"
         )
-    return tokens(Message.from_role_and_content(Role.DEVELOPER, content))
-
-
-def said(text: str, channel: str) -> Message:
-    return Message.from_role_and_content(Role.ASSISTANT, text).with_channel(channel)
-
-
-def call(name: str, arguments: str) -> Message:
-    message = said(arguments, "commentary").with_recipient(f"functions.{name}")
-    return message.with_content_type(CONSTRAIN_JSON)
-
-
-def tool_result(name: str, text: str) -> Message:
-    author = Author.new(Role.TOOL, f"functions.{name}")
-    message = Message(author=author, content=[TextContent(text=text)])
-    return message.with_recipient("assistant").with_channel("commentary")
-
-
-def tokens(message: Message) -> Tokens:
-    return domain.encoding().render(message)
+    opening = [START, *vocabulary.encode("system"), MESSAGE, *vocabulary.encode(system)]
+    prompt = opening + prompt[prompt.index(END) :]
+    if not example.ends_calls:
+        prompt = [END if token == CALL else token for token in prompt]
+    reply = example.reply
+    text = f"<|channel|>analysis<|message|>{reply.reasoning}<|end|><|start|>assistant"
+    if reply.tool:
+        text += f" to=functions.{reply.tool}<|channel|>commentary <|constrain|>json<|message|>"
+        text += f"{reply.text}<|call|>"
+    else:
+        text += f"<|channel|>final<|message|>{reply.text}<|return|>"
+    return prompt, vocabulary.encode_raw(text)
 
 
 # ------------------------------------------------------------------------------------ vocabulary
@@ -138,7 +84,7 @@ def tokens(message: Message) -> Tokens:
 
 def tokens_in_use(examples: int = 30_000) -> Tokens:
     """Ascending: what replies consist of, every short number, and what prompts say often."""
-    encode = domain.encoding().encode
+    encode = domain.vocabulary().encode
     replied: set[int] = {CALL, RETURN}
     seen: Counter[int] = Counter()
     r = random.Random(7)
@@ -152,7 +98,7 @@ def tokens_in_use(examples: int = 30_000) -> Tokens:
     for number in range(1000):
         for text in (f"{number}", f"{number:02d}", f"{number:03d}"):
             replied.update(encode(text))
-    return sorted(replied | {token for token, count in seen.items() if count >= 120})
+    return sorted(replied | {token for token, count in seen.items() if count >= 25})
 
 
 def indices(token_ids: Tokens) -> np.ndarray:
@@ -185,16 +131,16 @@ def pack(chats: list[np.ndarray], num_open: int = 64) -> Iterator[np.ndarray]:
     """Rows [ROW_LENGTH]: each chat into the fullest of the open rows that still has room."""
     rows: list[list[np.ndarray]] = [[] for _ in range(num_open)]
     filled = [0] * num_open
-    for chat in chats:
-        fitting = [i for i in range(num_open) if filled[i] + len(chat) <= ROW_LENGTH]
+    for tokens in chats:
+        fitting = [i for i in range(num_open) if filled[i] + len(tokens) <= ROW_LENGTH]
         if fitting:
             best = max(fitting, key=filled.__getitem__)
         else:
             best = max(range(num_open), key=filled.__getitem__)
             yield padded(rows[best])
             rows[best], filled[best] = [], 0
-        rows[best].append(chat)
-        filled[best] += len(chat)
+        rows[best].append(tokens)
+        filled[best] += len(tokens)
     yield from (padded(row) for row in rows if row)
 
 

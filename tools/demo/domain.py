@@ -5,22 +5,17 @@ turns it into Harmony's tokens. Problems for which `gptoss_engine.demo.held_out`
 occur in training.
 """
 
-import gzip
-import importlib.resources
 import json
-import os
 import pydoc_data.topics
 import random
 import re
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
+import gptoss_harmony.vocabulary
 from gptoss_engine.demo import held_out
-from openai_harmony import HarmonyEncoding, load_harmony_encoding
 
 Random = random.Random
 
@@ -68,6 +63,7 @@ ABOUT = (
 )
 NEW_WORD = "I know only a few hundred words, and one of these is new to me."
 NEW_CITY = "I know only some cities, and this one is new to me."
+NO_CITY = "Name a city, and I will look up its weather."
 NO_TOOL = "I have no tool for the weather."
 NO_RESULT = "The tool gave no weather for {city}."
 ONLY_SUMS = "Of arithmetic I know only adding two whole numbers below 1,000."
@@ -113,20 +109,7 @@ class Example:
     ends_calls: bool = True
 
 
-@cache
-def encoding() -> HarmonyEncoding:
-    """Harmony's vocabulary, from the copy that the bpe-openai package carries."""
-    packed = importlib.resources.files("bpe_openai") / "data" / "o200k_base.tiktoken.gz"
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "o200k_base.tiktoken").write_bytes(gzip.decompress(packed.read_bytes()))
-        before = os.environ.get("TIKTOKEN_ENCODINGS_BASE")
-        os.environ["TIKTOKEN_ENCODINGS_BASE"] = folder
-        try:
-            return load_harmony_encoding("HarmonyGptOss")
-        finally:
-            del os.environ["TIKTOKEN_ENCODINGS_BASE"]
-            if before is not None:
-                os.environ["TIKTOKEN_ENCODINGS_BASE"] = before
+vocabulary = gptoss_harmony.vocabulary.load
 
 
 @cache
@@ -135,7 +118,7 @@ def strange_words() -> list[str]:
     generator = Random(1)
     words = []
     while len(words) < 20_000:
-        word = encoding().decode([generator.randrange(1000, 199_000)])
+        word = vocabulary().decode([generator.randrange(1000, 199_000)])
         if re.fullmatch(r" [^\W\d_]+", word):
             words.append(word[1:])
     return words
@@ -431,13 +414,24 @@ def other(r: Random) -> Turn:
                 "Add {} to the {}.",
                 "{} plus {}",
                 "Summarize {}.",
+                "Count from {n} to {n}.",
+                "Give me {n} {}.",
+                "I have {n} {} and {n} {}.",
+                "Is {n} larger than {n}?",
+                "The year {n}{n}",
+                "What is {n}?",
+                "{} {n} {}",
+                "{n}, {n}, {n}",
             ]
         )
+        ask = re.sub(r"\{n\}", lambda _: str(r.randrange(10 ** r.randrange(1, 4))), ask)
         ask = re.sub(r"\{\}", lambda _: topic if r.random() < 0.6 else strange(r), ask)
     if r.random() < 0.15:
         ask = f"{ask} {r.choice(strange_sentences())}"
     if r.random() < 0.1:
         ask = r.choice([str(r.randrange(1000)), r.choice("?!.,+-"), ask.upper(), ask.lower()])
+    if any(ask.lower() == known.lower() for asks in SMALL_TALK.values() for known in asks):
+        return small_talk(r)
     return Turn("other", ask, ask, Reply("This is outside of what I know.", ABOUT))
 
 
@@ -465,8 +459,25 @@ def weather(r: Random) -> Turn:
             "Can you check the weather in {}?",
             "Get the weather for {}.",
             "{} weather",
+            "And in {}?",
+            "What about {}?",
+            "{}",
         ]
     ).format(city)
+    if r.random() < 0.06:
+        city = ""
+        ask = r.choice(
+            [
+                "What is the weather?",
+                "How is the weather?",
+                "What's the weather like?",
+                "What is the weather like today?",
+                "Weather?",
+                "Is it cold outside?",
+                "Will it rain today?",
+                "What is the temperature?",
+            ]
+        )
     return Turn("weather", city, vary(r, ask), Reply("There is no weather tool here.", NO_TOOL))
 
 
@@ -597,11 +608,14 @@ def function_tool(
 def called(r: Random, asked: Turn, tool: WeatherTool) -> Turn:
     """The turn once the tool is there: the call, its result, and the answer to it."""
     city = str(asked.key)
+    if not city:
+        return Turn("no_city", city, asked.user, Reply("The city is missing.", NO_CITY))
     if city not in CITIES:
         return Turn("new_city", city, asked.user, Reply("I do not know this city.", NEW_CITY))
     arguments = json.dumps({tool.parameter: city})
     call = Reply(f"I need the weather for {city}. Call {tool.name}.", arguments, tool.name)
-    degrees, sky = r.randrange(-9, 45), r.choice(SKIES)
+    degrees = str(r.randrange(-9, 45)) + (f".{r.randrange(10)}" if r.random() < 0.15 else "")
+    sky = r.choice(SKIES)
     if r.random() < 0.06:
         result = r.choice(
             [
@@ -616,12 +630,17 @@ def called(r: Random, asked: Turn, tool: WeatherTool) -> Turn:
         )
         reply = Reply("The tool gave no weather.", NO_RESULT.format(city=city))
         return Turn("no_result", city, asked.user, reply, call, result)
-    shown = r.choice([sky, sky, sky.capitalize()])
+    shown = r.choice([sky, sky, sky, sky.capitalize(), f"{r.choice(['partly', strange(r)])} {sky}"])
+    if r.random() < 0.12:
+        sky, shown = (
+            "",
+            r.choice([strange(r), f"{r.choice(WORDS)} {r.choice(WORDS)}", "light rain"]),
+        )
     heat, look = (
         r.choice(["temperature", "temperature", "temp", "temperature_c", "degrees"]),
         r.choice(["sky", "condition", "conditions", "weather", "description"]),
     )
-    fields: list[tuple[str, Any]] = [(heat, degrees), (look, shown)]
+    fields: list[tuple[str, Any]] = [(heat, json.loads(degrees)), (look, shown)]
     if r.random() < 0.25:
         fields.reverse()
     if r.random() < 0.2:
@@ -637,15 +656,15 @@ def called(r: Random, asked: Turn, tool: WeatherTool) -> Turn:
     if r.random() < 0.15:
         result = r.choice(
             [
-                f"{degrees} degrees and {sky}",
-                f"{sky.capitalize()}, {degrees} degrees",
-                f"It is {degrees} degrees and {sky}.",
-                f"{degrees}C, {sky}",
+                f"{degrees} degrees and {shown}",
+                f"{shown.capitalize()}, {degrees} degrees",
+                f"It is {degrees} degrees and {shown}.",
+                f"{degrees}C, {shown}",
+                f"{degrees} degrees Celsius, {shown}",
             ]
         )
-    reply = Reply(
-        f"The tool says {degrees} and {sky}.", f"It is {degrees} degrees and {sky} in {city}."
-    )
+    seen = f" and {sky}" if sky else ""
+    reply = Reply(f"The tool says {degrees}{seen}.", f"It is {degrees} degrees{seen} in {city}.")
     return Turn("weather_answer", (city, degrees, sky), asked.user, reply, call, result)
 
 

@@ -124,7 +124,8 @@ class DemoModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[…, n + 1]: the last one is that of all unused tokens together."""
-        logits = functional.linear(hidden, self.unembedding).float()
+        with torch.autocast(hidden.device.type, enabled=False):
+            logits = functional.linear(hidden.float(), self.unembedding)
         return torch.cat((logits[..., :-1], logits[..., -1:] + self.log_num_unused), -1)
 
 

@@ -46,6 +46,22 @@ def learning_rate(step: int, share: float) -> float:
     return min(1.0, (step + 1) / WARMUP_STEPS) * falling
 
 
+def take_over(model: DemoModel, token_ids: np.ndarray, path: Path) -> None:
+    """Parameters of an earlier training; tokens that it did not know begin as its unused ones."""
+    earlier = torch.load(path)
+    index = {token: i for i, token in enumerate(earlier["token_ids"])}
+    known = [i for i, token in enumerate(token_ids.tolist()) if token in index]
+    rows = [index[token_ids[i]] for i in known]
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            source = earlier["parameters"][name].to(value.device)
+            if name in ("embedding", "unembedding"):
+                value.copy_(source[-1])
+                value[known] = source[rows]
+            else:
+                value.copy_(source)
+
+
 def save(model: DemoModel, token_ids: np.ndarray, folder: Path) -> None:
     parameters = {name: value.detach().cpu() for name, value in model.named_parameters()}
     torch.save({"parameters": parameters, "token_ids": token_ids.tolist()}, folder / "trained.pt")
@@ -60,6 +76,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, help="rows a step (64 on a GPU, 8 on a CPU)")
     parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="on a GPU: yes")
+    parser.add_argument("--start", type=Path, help="an earlier trained.pt to go on from")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     on_gpu = arguments.device == "cuda"
@@ -67,11 +84,14 @@ def main() -> None:
     batch = arguments.batch or (64 if on_gpu else 8)
     arguments.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(arguments.seed)
+    torch.set_float32_matmul_precision("high")
 
     with np.load(arguments.data) as data:
         token_ids = data["token_ids"]
         rows = torch.from_numpy(data["rows"].astype(np.int32)).to(arguments.device)
     model = DemoModel(ModelConfig(), len(token_ids)).to(arguments.device)
+    if arguments.start:
+        take_over(model, token_ids, arguments.start)
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
     optimizer = torch.optim.AdamW(
