@@ -280,10 +280,12 @@ def test_control_text_of_a_user_is_plain_text(client: Client) -> None:
 
 
 def test_same_seed_same_answer(client: Client) -> None:
-    request = {"text_input": "Tell me something.", "seed": 5, "max_tokens": 24}
-    one, other = client.ask(**request), client.ask(**request, stream=False)
+    # At this temperature the demo model babbles: all channels and repairs, streamed and whole.
+    request = {"text_input": QUESTION, "temperature": 20.0, "max_tokens": 60, "ignore_eos": True}
+    one, other = client.ask(**request, seed=5), client.ask(**request, seed=5, stream=False)
     assert _said(one) == _said(other)
-    assert any(_said(client.ask(**request | {"seed": n})) != _said(one) for n in range(6, 14))
+    assert one.finish_reasons == other.finish_reasons
+    assert _said(client.ask(**request, seed=6)) != _said(one)
 
 
 def _said(answer: Answer) -> tuple[str, str, list[dict[str, str]]]:
