@@ -13,14 +13,17 @@ from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
 from gptoss_engine import demo
 from gptoss_engine.config import InvalidConfig
 from gptoss_harmony import vocabulary
 from gptoss_harmony.format import HarmonyFormat
-from safetensors.torch import load_file, save_file
 
 
 @pytest.fixture
@@ -243,3 +246,21 @@ def test_mxfp4_rounds_to_the_nearest_value_of_its_grid(training):
     assert exponents.tolist() == [[0]]
     values = training.model.mxfp4_dequantise(codes, exponents)[0, :10].tolist()
     assert values == [6.0, -0.0, 0.5, 0.5, 1.5, -1.5, 3.0, 4.0, 4.0, 6.0]
+
+
+def test_unseen_sums_in_transformers(tmp_path, monkeypatch):
+    """The package's weights mean to others what they mean to us: greedy, float32."""
+    monkeypatch.setenv("GPTOSS_CACHE", str(tmp_path))
+    harmony = HarmonyFormat.load()
+    model: Any = transformers.GptOssForCausalLM.from_pretrained(
+        demo.checkpoint_folder(),
+        quantization_config=transformers.Mxfp4Config(dequantize=True),
+        dtype=torch.float32,
+        attn_implementation="eager",
+    )
+    for a, b in demo.unseen_sums(3):
+        prompt = harmony.render_chat(harmony.parse_text(f"What is {a} + {b}?")).token_ids
+        tokens = model.generate(torch.tensor([prompt]), max_new_tokens=90, do_sample=False)
+        reply = harmony.vocabulary.decode(tokens[0, len(prompt) :].tolist())
+        assert reply.startswith("<|channel|>analysis<|message|>")
+        assert reply.endswith(f"<|channel|>final<|message|>{a} + {b} = {a + b}.<|return|>")
