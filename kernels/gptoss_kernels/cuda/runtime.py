@@ -1,0 +1,331 @@
+"""CUDA C++ from this folder, compiled by NVRTC at first use, cached on disk, launched cheaply.
+
+Compiling needs `cuda-bindings` and `nvidia-cuda-nvrtc` (both come with PyTorch for CUDA) and
+neither a GPU nor a driver. The driver itself is called through ctypes: that costs a launch less
+time than any binding, and lets a tensor map lie on the 64-byte boundary that the driver demands.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib
+import os
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ARCHITECTURE = "sm_90a"
+MINIMUM_DRIVER = (13, 0)
+MAXIMUM_SHARED_BYTES = 232_448
+
+_FOLDER = Path(__file__).parent
+_FLAGS = (
+    f"--gpu-architecture={ARCHITECTURE}",
+    "--std=c++17",
+    "--ptxas-options=-v",
+    "--no-cache",  # NVRTC's own: what comes from there has no log
+)
+
+
+class CudaError(RuntimeError):
+    """The compiler or the driver refused; the message says what and why."""
+
+
+class CompilerMissingError(CudaError):
+    """NVRTC is not installed."""
+
+
+# ---- compiling ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cubin:
+    """Machine code of one kernel, and what the assembler said about it."""
+
+    image: bytes
+    registers: int
+    stack_bytes: int
+    spill_bytes: int
+    warnings: tuple[str, ...]
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept: $GPTOSS_KERNEL_CACHE, else in the user's cache folder."""
+    if folder := os.environ.get("GPTOSS_KERNEL_CACHE"):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "gptoss" / "kernels"
+
+
+def wgmma_source(columns: int) -> str:
+    """`wgmma_e4m3<columns>`: 64 x columns x 32, both matrices in shared memory, sums in fp32.
+
+    The instruction names each of its accumulators, which no template can do.
+    """
+    count = columns // 2
+    registers = ", ".join(f"%{i}" for i in range(count))
+    operands = ", ".join(f'"+f"(sums[{i}])' for i in range(count))
+    return f"""
+template <int COLUMNS>
+__device__ __forceinline__ void wgmma_e4m3(float (&sums)[COLUMNS / 2], uint32_t a, uint32_t b,
+                                           int accumulate);
+template <>
+__device__ __forceinline__ void wgmma_e4m3<{columns}>(float (&sums)[{count}], uint32_t a,
+                                                      uint32_t b, int accumulate) {{
+    asm volatile(
+        "{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"
+        "wgmma.mma_async.sync.aligned.m64n{columns}k32.f32.e4m3.e4m3 {{{registers}}}, "
+        "%{count}, %{count + 1}, p, 1, 1;\\n}}"
+        : {operands}
+        : "l"(MATRIX_DESCRIPTOR_HIGH | a), "l"(MATRIX_DESCRIPTOR_HIGH | b), "r"(accumulate));
+}}
+"""
+
+
+def compile_source(source: str, defines: Mapping[str, int]) -> Cubin:
+    """Compile `source` for Hopper, from the disk cache if it was compiled before."""
+    nvrtc = _nvrtc()
+    flags = [*_FLAGS, *(f"-D{name}={value}" for name, value in sorted(defines.items()))]
+    version = _check_nvrtc(nvrtc.nvrtcVersion())
+    key = hashlib.sha256(repr((source, flags, version)).encode()).hexdigest()[:32]
+    image_path = cache_folder() / f"{key}.cubin"
+    log_path = image_path.with_suffix(".log")
+    if image_path.exists() and log_path.exists():
+        return _cubin(image_path.read_bytes(), log_path.read_text())
+
+    (program,) = _check_nvrtc(nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
+    try:
+        encoded = [flag.encode() for flag in flags]
+        status = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)[0]
+        log = _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise CudaError(f"NVRTC refused a kernel ({status.name}):\n{log.decode()}")
+        image = _read(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    text = log.decode().rstrip("\0")
+    # The log first: whoever finds the image finds the log too.
+    _write(log_path, text.encode())
+    _write(image_path, image)
+    return _cubin(image, text)
+
+
+def kernel_source(name: str, generated: str = "") -> str:
+    """The text of `name`.cu below what every kernel here shares and what Python generated."""
+    shared = (_FOLDER / "hopper.cuh").read_text()
+    return shared + generated + (_FOLDER / f"{name}.cu").read_text()
+
+
+def _nvrtc() -> Any:
+    try:
+        nvrtc = importlib.import_module("cuda.bindings.nvrtc")
+        nvrtc.nvrtcVersion()  # loads the library, which is a package of its own
+    except (ImportError, RuntimeError) as error:
+        raise CompilerMissingError(
+            "Hopper kernels are compiled by NVRTC, which is not installed: "
+            "pip install cuda-bindings nvidia-cuda-nvrtc"
+        ) from error
+    return nvrtc
+
+
+def _check_nvrtc(answer: tuple[Any, ...]) -> tuple[Any, ...]:
+    if answer[0].value != 0:
+        raise CudaError(f"NVRTC failed with {answer[0].name}")
+    return answer[1:]
+
+
+def _read(size: Any, content: Any, program: Any) -> bytes:
+    (length,) = _check_nvrtc(size(program))
+    buffer = bytes(bytearray(length + 1))  # NVRTC writes into it: never a bytes object in use
+    _check_nvrtc(content(program, buffer))
+    return buffer[:length]
+
+
+def _write(path: Path, content: bytes) -> None:
+    """In one step, since several ranks may compile the same kernel at the same time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(content)
+    os.replace(file.name, path)
+
+
+def _cubin(image: bytes, log: str) -> Cubin:
+    def number(pattern: str) -> int:
+        return sum(int(found) for found in re.findall(pattern, log))
+
+    return Cubin(
+        image=image,
+        registers=number(r"Used (\d+) registers"),
+        stack_bytes=number(r"(\d+) bytes stack frame"),
+        spill_bytes=number(r"(\d+) bytes spill (?:stores|loads)"),
+        warnings=tuple(
+            line
+            for line in log.splitlines()
+            if "warning" in line.lower() or "Performance Loss" in line
+        ),
+    )
+
+
+# ---- driver ------------------------------------------------------------------------------------
+
+_SHARED_BYTES_ATTRIBUTE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_DEPENDENT_LAUNCH = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_TYPES = {torch.float8_e4m3fn: 0, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
+_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # CUtensorMapSwizzle, by bytes
+_PROMOTE_256_BYTES = 3  # CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+
+
+class _LaunchAttribute(ctypes.Structure):
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int * 16))
+
+
+class _LaunchConfig(ctypes.Structure):
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_LaunchAttribute)),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise CudaError(f"no NVIDIA driver on this machine: {error}") from error
+    version = ctypes.c_int()
+    library.cuDriverGetVersion(ctypes.byref(version))
+    found = (version.value // 1000, version.value % 1000 // 10)
+    if found < MINIMUM_DRIVER:
+        raise CudaError(
+            f"the driver supports CUDA {found[0]}.{found[1]}, the kernels need "
+            f"{MINIMUM_DRIVER[0]}.{MINIMUM_DRIVER[1]}: update the driver"
+        )
+    return library
+
+
+def _check(status: int, action: str) -> None:
+    if status != 0:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(status, ctypes.byref(text))
+        reason = text.value.decode() if text.value else "unknown error"
+        raise CudaError(f"the driver could not {action}: {reason} ({status})")
+
+
+@functools.cache
+def require_hopper(device: int) -> None:
+    """Refuse, in words, a machine or a device that cannot run these kernels."""
+    if not torch.cuda.is_available():
+        raise CudaError("Hopper kernels need an NVIDIA GPU, and PyTorch finds none")
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) != (9, 0):
+        raise CudaError(
+            f"Hopper kernels need compute capability 9.0 (H100, H200), "
+            f"{torch.cuda.get_device_name(device)} has {major}.{minor}"
+        )
+
+
+class TensorMap(ctypes.Structure):
+    """What the copy engine knows of a matrix: 128 opaque bytes."""
+
+    _fields_ = (("opaque", ctypes.c_uint64 * 16),)
+
+
+def tensor_map(matrix: torch.Tensor, box: tuple[int, int], swizzle_bytes: int) -> TensorMap:
+    """For boxes of `box` (rows, columns) of `matrix` [rows, columns], whose columns are adjacent.
+
+    What a box covers beyond the matrix reads as zero and is not written.
+    """
+    rows, columns = matrix.shape
+    memory = (ctypes.c_char * 192)()
+    address = (ctypes.addressof(memory) + 63) & ~63
+    status = _driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(address),
+        _TYPES[matrix.dtype],
+        2,
+        ctypes.c_void_p(matrix.data_ptr()),
+        (ctypes.c_uint64 * 2)(columns, rows),
+        (ctypes.c_uint64 * 1)(matrix.stride(0) * matrix.element_size()),
+        (ctypes.c_uint32 * 2)(box[1], box[0]),
+        (ctypes.c_uint32 * 2)(1, 1),
+        0,
+        _SWIZZLES[swizzle_bytes],
+        _PROMOTE_256_BYTES,
+        0,
+    )
+    _check(status, f"describe a matrix of {rows} x {columns} in boxes of {box[0]} x {box[1]}")
+    return TensorMap.from_buffer_copy(ctypes.string_at(address, 128))
+
+
+class Kernel:
+    """One compiled kernel on one device."""
+
+    def __init__(self, cubin: Cubin, name: str, shared_bytes: int, device: int) -> None:
+        require_hopper(device)
+        torch.cuda.init()
+        self._library = _driver()
+        module = ctypes.c_void_p()
+        self.function = ctypes.c_void_p()
+        self.shared_bytes = shared_bytes
+        with torch.cuda.device(device):
+            torch.cuda.current_stream().synchronize()  # creates the context
+            _check(
+                self._library.cuModuleLoadData(ctypes.byref(module), cubin.image),
+                f"load the kernel {name}",
+            )
+            _check(
+                self._library.cuModuleGetFunction(
+                    ctypes.byref(self.function), module, name.encode()
+                ),
+                f"find the kernel {name}",
+            )
+            _check(
+                self._library.cuFuncSetAttribute(
+                    self.function, _SHARED_BYTES_ATTRIBUTE, shared_bytes
+                ),
+                f"give the kernel {name} {shared_bytes} bytes of shared memory",
+            )
+
+
+class Launch:
+    """A kernel with its arguments, packed once, launched as often as they hold.
+
+    The kernel may start before the one ahead of it on the stream has ended, and waits for it
+    inside (programmatic dependent launch); a CUDA graph captures that as well.
+    """
+
+    def __init__(
+        self, kernel: Kernel, grid: int, threads: int, arguments: Sequence[ctypes.Structure]
+    ) -> None:
+        self._arguments = tuple(arguments)  # alive as long as their addresses are used
+        self._addresses = (ctypes.c_void_p * len(arguments))(
+            *(ctypes.addressof(argument) for argument in self._arguments)
+        )
+        self._attribute = _LaunchAttribute(id=_DEPENDENT_LAUNCH)
+        self._attribute.value[0] = 1
+        self._config = _LaunchConfig(
+            grid=(grid, 1, 1),
+            block=(threads, 1, 1),
+            shared_bytes=kernel.shared_bytes,
+            attributes=ctypes.pointer(self._attribute),
+            num_attributes=1,
+        )
+        self._config_reference = ctypes.byref(self._config)
+        self._launch = kernel._library.cuLaunchKernelEx
+        self._function = kernel.function
+
+    def __call__(self, stream: int) -> None:
+        """Enqueue on `stream` (a CUstream as torch.cuda.Stream.cuda_stream gives it)."""
+        self._config.stream = stream
+        status = self._launch(self._config_reference, self._function, self._addresses, None)
+        if status != 0:
+            _check(status, "launch a kernel")

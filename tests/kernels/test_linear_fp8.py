@@ -1,0 +1,251 @@
+"""FP8 linear against float64 arithmetic on the same quantised inputs; bad input; the assembler."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from gptoss_kernels.cuda import runtime
+from gptoss_kernels.linear_fp8 import Tile, choose_tile, empty_scale, linear_fp8
+
+# Rounding to bf16 alone costs 1.7e-3.
+BOUND = 2e-3
+
+SERVED_SHAPES = ((5120, 2880), (2880, 4096))
+SERVED_TOKENS = (1, 2, 8, 16, 32, 64, 65, 128, 256, 512, 1024, 2048, 4096, 8192, 32768, 131072)
+H200_BLOCKS = 132
+SERVED_TILES = sorted(
+    {choose_tile(m, n, k, H200_BLOCKS) for n, k in SERVED_SHAPES for m in SERVED_TOKENS}, key=repr
+)
+# Beyond those: odd columns, one warpgroup, two waves of odd columns, and clusters both ways.
+TILES = (
+    *SERVED_TILES,
+    Tile(24),
+    Tile(128, m_groups=1),
+    Tile(160, cluster_m=2),
+    Tile(120, waves=2, cluster_n=2),
+    Tile(128, waves=2, cluster_n=2),
+)
+
+
+def reference(x, x_scale, weight, weight_scale, bias):
+    """The formula in float64."""
+    n, k = weight.shape
+    x_scale = x_scale.double().repeat_interleave(128, dim=1)[:, :k]
+    weight_scale = weight_scale.double().repeat_interleave(128, dim=0)[:n]
+    weight_scale = weight_scale.repeat_interleave(128, dim=1)[:, :k]
+    return (x.double() * x_scale) @ (weight.double() * weight_scale).t() + bias.double()
+
+
+def random_inputs(m: int, n: int, k: int, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", generator=generator)
+
+    x_scale = empty_scale(m, k, "cuda")
+    x_scale.copy_(normal(*x_scale.shape).exp() / 64)
+    weight_scale = normal(-(-n // 128), -(-k // 128)).exp() / 64
+    x = (normal(m, k) * 64).clamp(-448, 448).to(torch.float8_e4m3fn)
+    weight = (normal(n, k) * 64).clamp(-448, 448).to(torch.float8_e4m3fn)
+    # As large as the product, so that a missing bias cannot hide.
+    bias = normal(n) * 8 * k**0.5
+    return [x, x_scale, weight, weight_scale, bias]
+
+
+def poisoned(m: int, n: int) -> torch.Tensor:
+    return torch.full((m, n), torch.nan, device="cuda", dtype=torch.bfloat16)
+
+
+def rel_error(out: torch.Tensor, expected: torch.Tensor) -> float:
+    """NaN, which no bound accepts, if anything was not written."""
+    return ((out.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "k"), SERVED_SHAPES)
+@pytest.mark.parametrize("m", [1, 8, 63, 64, 65, 127, 128, 129, 257, 1000, 2048, 8200])
+def test_error_is_that_of_rounding(m: int, n: int, k: int) -> None:
+    inputs = random_inputs(m, n, k, seed=m)
+    out = linear_fp8(*inputs, out=poisoned(m, n))
+    assert rel_error(out, reference(*inputs)) < BOUND
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [
+        (1, 8, 144),  # less than a tile in every direction
+        (3, 136, 272),  # one column unit and one K unit into the second block
+        (64, 512, 512),
+        (130, 360, 1040),  # ragged everywhere
+        (300, 2880, 384),  # more tiles than fit the device at once for small tiles
+        (2500, 2560, 256),  # several tiles for each block: the deferred store
+    ],
+)
+def test_every_tile_at_every_edge(tile: Tile, m: int, n: int, k: int) -> None:
+    inputs = random_inputs(m, n, max(k, 128 * tile.k_groups), seed=n)
+    out = linear_fp8(*inputs, out=poisoned(m, n), tile=tile)
+    assert rel_error(out, reference(*inputs)) < BOUND
+
+
+@pytest.mark.gpu
+def test_wrong_arithmetic_exceeds_the_bound() -> None:
+    m, n, k = 200, 2880, 2880
+    x, x_scale, weight, weight_scale, bias = random_inputs(m, n, k)
+    out = linear_fp8(x, x_scale, weight, weight_scale, bias)
+    # The last, half block of K with its neighbour's scale; one column's bias; one tile's scale.
+    shifted = x_scale.clone()
+    shifted[:, -1] = x_scale[:, -2]
+    one_bias = bias.clone()
+    one_bias[7] = 0
+    one_scale = weight_scale.clone()
+    one_scale[3, 5] = weight_scale[3, 6]
+    for wrong in (
+        (x, x_scale, weight, weight_scale, torch.zeros_like(bias)),
+        (x, shifted, weight, weight_scale, bias),
+        (x, x_scale, weight, weight_scale, one_bias),
+        (x, x_scale, weight, one_scale, bias),
+    ):
+        assert rel_error(out, reference(*wrong)) > BOUND
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [5, 200])
+def test_exact_where_the_mathematics_is(m: int) -> None:
+    n, k = 640, 512
+    x = torch.randint(-8, 9, (m, k), device="cuda").to(torch.float8_e4m3fn)
+    weight = torch.zeros(n, k, device="cuda")
+    columns = torch.randint(0, k, (n,), device="cuda")
+    weight[torch.arange(n), columns] = 1
+    x_scale = empty_scale(m, k, "cuda")
+    x_scale.copy_(torch.exp2(torch.randint(-4, 5, (m, 4), device="cuda").float()))
+    weight_scale = torch.exp2(torch.randint(-4, 5, (5, 4), device="cuda").float())
+    inputs = (
+        x,
+        x_scale,
+        weight.to(torch.float8_e4m3fn),
+        weight_scale,
+        torch.zeros_like(weight[:, 0]),
+    )
+    assert torch.equal(linear_fp8(*inputs).double(), reference(*inputs))
+
+
+@pytest.mark.gpu
+def test_nothing_beside_the_output_is_written() -> None:
+    m, n, k = 67, 2880, 512
+    inputs = random_inputs(m, n, k)
+    around = torch.full((m + 128, n + 256), 7.0, device="cuda", dtype=torch.bfloat16)
+    linear_fp8(*inputs, out=around[:m, 128 : 128 + n])
+    around[:m, 128 : 128 + n] = 7.0
+    assert bool((around == 7.0).all())
+
+
+@pytest.mark.gpu
+def test_no_tokens() -> None:
+    inputs = random_inputs(0, 2880, 512)
+    assert linear_fp8(*inputs).shape == (0, 2880)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [4, 500])
+def test_captured_graph_is_eager(m: int) -> None:
+    n, k = 2880, 4096
+    inputs, others = random_inputs(m, n, k, seed=1), random_inputs(m, n, k, seed=2)
+    out = poisoned(m, n)
+    linear_fp8(*inputs, out=out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        linear_fp8(*inputs, out=out)
+        linear_fp8(*inputs, out=out)
+    expected = linear_fp8(*others)
+    for mine, other in zip(inputs, others, strict=True):
+        mine.copy_(other)
+    graph.replay()
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.gpu
+def test_reads_x_after_the_kernel_before_it_wrote_it() -> None:
+    # The launch overlaps the end of its predecessor, here a slow producer of x and x_scale.
+    m, n, k = 64, 2880, 2880
+    x, x_scale, weight, weight_scale, bias = random_inputs(m, n, k)
+    expected = linear_fp8(x, x_scale, weight, weight_scale, bias)
+    slow = torch.randn(4096, 4096, device="cuda")
+    late_x, late_scale = torch.zeros_like(x), torch.zeros_like(x_scale)
+    for _ in range(20):
+        late_x.zero_()
+        late_scale.zero_()
+        slow = slow @ slow / 64
+        late_x.copy_(x)
+        late_scale.copy_(x_scale)
+        out = linear_fp8(late_x, late_scale, weight, weight_scale, bias)
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("position", "change", "sentence"),
+    [
+        (0, lambda x: x.float(), "x must be torch.float8_e4m3fn, got torch.float32"),
+        (0, lambda x: x[:, :496], r"must agree in K, got \[32, 496\] and \[256, 512\]"),
+        (0, lambda x: x.t().contiguous().t(), "x must have adjacent columns"),
+        (1, lambda scale: scale.contiguous(), "x_scale must be stored by column"),
+        (1, lambda scale: scale[:, :3], r"x_scale must be \[32, 4\], got \[32, 3\]"),
+        (2, lambda weight: weight[:252], "N must be a multiple of 8 and K of 16, got N=252"),
+        (3, lambda scale: scale.t().contiguous().t(), "weight_scale must be contiguous"),
+        (4, lambda bias: bias.bfloat16(), "bias must be torch.float32, got torch.bfloat16"),
+        (4, lambda bias: bias.cpu(), "bias must be on the GPU of x"),
+    ],
+)
+def test_bad_input_is_refused(position, change, sentence) -> None:
+    inputs = random_inputs(32, 256, 512)
+    inputs[position] = change(inputs[position])
+    with pytest.raises(ValueError, match=sentence):
+        linear_fp8(*inputs)
+
+
+def test_without_a_gpu_the_sentence_says_so() -> None:
+    x = torch.zeros(1, 128, dtype=torch.float8_e4m3fn)
+    scale = torch.ones(1, 1)
+    with pytest.raises(ValueError, match="x must be on the GPU"):
+        linear_fp8(x, scale, x.expand(8, 128), scale, torch.zeros(8))
+
+
+@pytest.mark.parametrize(("n", "k"), [*SERVED_SHAPES, (8, 16)])
+def test_chosen_tile_fits(n: int, k: int) -> None:
+    for m in (*SERVED_TOKENS, 3, 63, 100, 5000):
+        tile = choose_tile(m, n, k, H200_BLOCKS)
+        assert tile.stages >= 3
+        assert k > 128 * (tile.k_groups - 1)
+
+
+COMPILE = """
+from gptoss_kernels.linear_fp8 import Tile
+cubin = {tile!r}.compile()
+print(cubin.registers, cubin.stack_bytes, cubin.spill_bytes, len(cubin.warnings), len(cubin.image))
+"""
+
+
+@pytest.mark.parametrize("tile", SERVED_TILES, ids=str)
+def test_compiles_without_stack_or_spills(tile: Tile, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("GPTOSS_KERNEL_CACHE", str(tmp_path))
+    try:
+        runtime.compile_source("", {})
+    except runtime.CompilerMissingError as error:
+        pytest.skip(str(error))
+    # In a child: the compiler ends its process on malformed assembly.
+    result = subprocess.run(
+        [sys.executable, "-c", COMPILE.format(tile=tile)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    registers, stack_bytes, spill_bytes, num_warnings, num_bytes = map(int, result.stdout.split())
+    assert registers > 0
+    assert (stack_bytes, spill_bytes, num_warnings) == (0, 0, 0)
+    assert num_bytes > 1000
