@@ -6,8 +6,9 @@ travels as data (finish_reason "error"), because an error in the middle of a str
 ensemble's client without an end.
 
 Two requests carry no prompt: input `abort` ends a generation (postprocess sends it when its client
-has left), and the parameter `drain` with the key of the process that started this server refuses
-new requests and is answered when the last generation has ended.
+has left or, with the parameter `reason` "stop", when a stop word has ended the answer), and the
+parameter `drain` with the key of the process that started this server refuses new requests and is
+answered when the last generation has ended.
 """
 
 import json
@@ -81,11 +82,12 @@ class TritonPythonModel:
 
     def _handle(self, request: Any, sender: Any) -> None:
         inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+        parameters = json.loads(request.parameters() or "{}")
         if "abort" in inputs:
-            self._engine.abort(_text("abort", inputs["abort"]))
+            reason = "stop" if parameters.get("reason") == "stop" else "abort"
+            self._engine.abort(_text("abort", inputs["abort"]), reason=reason)
             sender.send(flags=_FINAL)
             return
-        parameters = json.loads(request.parameters() or "{}")
         if "drain" in parameters:
             self._drain(sender, **parameters)
             return

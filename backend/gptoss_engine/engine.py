@@ -120,16 +120,16 @@ class Engine:
         max_model_len = self.runner.max_model_len
         self._check_vocabulary(request)
         if num_tokens == 0:
-            raise InvalidRequest("token_ids must hold at least 1 token, got none")
+            raise InvalidRequest("the prompt (input_ids) must hold at least 1 token, got none")
         if num_tokens >= max_model_len:
             raise InvalidRequest(
-                f"token_ids must hold at most {max_model_len - 1} tokens, so that max_model_len "
-                f"({max_model_len}) leaves one to generate, got {num_tokens}"
+                f"the prompt (input_ids) must hold at most {max_model_len - 1} tokens, so that "
+                f"max_model_len ({max_model_len}) leaves one to generate, got {num_tokens}"
             )
         if num_tokens >= capacity:
             raise InvalidRequest(
-                f"token_ids must hold at most {capacity - 1} tokens, so that the KV cache "
-                f"({capacity} tokens) can ever hold them and one generated, got {num_tokens}"
+                f"the prompt (input_ids) must hold at most {capacity - 1} tokens, so that the KV "
+                f"cache ({capacity} tokens) can ever hold it and one generated, got {num_tokens}"
             )
         left = self.scheduler.max_num_tokens - num_tokens
         arrival_time = self._clock()
@@ -165,9 +165,11 @@ class Engine:
             sequence.max_tokens,
         )
 
-    def abort(self, generation_id: str, error: str = "") -> TokenChunk | None:
+    def abort(
+        self, generation_id: str, error: str = "", reason: FinishReason = "abort"
+    ) -> TokenChunk | None:
         """End a generation now. Its final chunk, or None if it is not open any more."""
-        return self.scheduler.abort(generation_id, error)
+        return self.scheduler.abort(generation_id, error, reason)
 
     def abort_all(self, error: str) -> list[TokenChunk]:
         """End every open generation now."""
@@ -206,7 +208,7 @@ class Engine:
     def _check_vocabulary(self, request: GenerationRequest) -> None:
         last = self.runner.model_config.vocab_size - 1
         for name, token_ids in (
-            ("token_ids", request.token_ids),
+            ("input_ids", request.token_ids),
             ("stop_token_ids", request.sampling.stop_token_ids),
         ):
             if token_ids and (min(token_ids) < 0 or max(token_ids) > last):
@@ -231,7 +233,7 @@ class EngineLoop:
         # Guards all below. The engine itself is the loop thread's alone.
         self._condition = threading.Condition()
         self._arrivals: list[Sequence] = []
-        self._aborts: dict[str, str] = {}
+        self._aborts: dict[str, tuple[str, FinishReason]] = {}
         self._open: dict[str, tuple[Sequence, OnChunk]] = {}
         self._refusal = ""
         self._is_stopping = False
@@ -272,11 +274,14 @@ class EngineLoop:
             self._open[sequence.generation_id] = (sequence, on_chunk)
             self._condition.notify_all()
 
-    def abort(self, generation_id: str, error: str = "") -> None:
-        """End a generation from any thread; nothing happens if it is not open any more."""
+    def abort(self, generation_id: str, error: str = "", reason: FinishReason = "abort") -> None:
+        """End a generation from any thread; nothing happens if it is not open any more.
+
+        reason: "stop" when whoever reads the tokens has found the answer's end.
+        """
         with self._condition:
             if generation_id in self._open:
-                self._aborts[generation_id] = error
+                self._aborts[generation_id] = (error, reason)
                 self._condition.notify_all()
 
     def drain(self, timeout: float) -> bool:
@@ -289,7 +294,7 @@ class EngineLoop:
             if self._condition.wait_for(lambda: not self._open, timeout):
                 return True
             error = f"the engine is shutting down and waited {timeout:g} s for this generation"
-            self._aborts.update(dict.fromkeys(self._open, error))
+            self._aborts.update(dict.fromkeys(self._open, (error, "abort")))
             self._condition.notify_all()
             self._condition.wait_for(lambda: not self._open)
             return False
@@ -323,7 +328,7 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             while (aborts := self._take_mail()) is not None:
-                chunks = [self._engine.abort(id_, error) for id_, error in aborts.items()]
+                chunks = [self._engine.abort(id_, *how) for id_, how in aborts.items()]
                 self._deliver([chunk for chunk in chunks if chunk is not None])
                 self._deliver(self._engine.step())
             self._deliver(self._engine.abort_all("the engine is stopped"))
@@ -333,7 +338,7 @@ class EngineLoop:
         finally:
             self._close()
 
-    def _take_mail(self) -> dict[str, str] | None:
+    def _take_mail(self) -> dict[str, tuple[str, FinishReason]] | None:
         """Wait for something to do; admit what arrived. What to abort, or None when it is over."""
         with self._condition:
             self._condition.wait_for(self._has_something_to_do)

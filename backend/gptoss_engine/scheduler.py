@@ -135,10 +135,12 @@ class Scheduler:
                 )
         return chunks
 
-    def abort(self, generation_id: str, error: str = "") -> TokenChunk | None:
+    def abort(
+        self, generation_id: str, error: str = "", reason: FinishReason = "abort"
+    ) -> TokenChunk | None:
         """End a generation wherever it is; None if it is not open (it may have just ended)."""
         sequence = self._open.get(generation_id)
-        return None if sequence is None else self._finish(sequence, "abort", error=error)
+        return None if sequence is None else self._finish(sequence, reason, error=error)
 
     def expire(self, now: float) -> list[TokenChunk]:
         """Abort every generation whose deadline is not after `now`."""

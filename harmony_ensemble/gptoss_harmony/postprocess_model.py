@@ -8,7 +8,7 @@ the engine is told with one control request.
 import json
 import logging
 import time
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import triton_python_backend_utils as pb_utils  # pyright: ignore[reportMissingImports]
@@ -58,7 +58,7 @@ class TritonPythonModel:
             has_left = response.finish_reason is None and request.is_cancelled()
             if has_left or (generation.answer.finish_reason and not response.finish_reason):
                 generation.is_aborted = True
-                _abort(response.generation_id)
+                _abort(response.generation_id, "abort" if has_left else "stop")
         if response.finish_reason:
             del self._generations[response.generation_id]
             self._metrics.count(generation.answer)
@@ -150,11 +150,12 @@ def _outputs(reply: Reply) -> list[Any]:
     ]
 
 
-def _abort(generation_id: str) -> None:
+def _abort(generation_id: str, reason: Literal["abort", "stop"]) -> None:
     request = pb_utils.InferenceRequest(
         model_name="gpt_oss_engine",
         requested_output_names=[],
         inputs=[_bytes("abort", generation_id)],
+        parameters={"reason": reason},
     )
     for _ in request.exec(decoupled=True):
         pass

@@ -41,9 +41,9 @@ def clock_of(engine: Engine) -> Clock:
 @pytest.mark.parametrize(
     ("token_ids", "sampling", "sentence"),
     [
-        ((), {}, "token_ids must hold at least 1 token, got none"),
-        ((5, 97), {}, "token_ids must be in [0, 96], got 97 at index 1"),
-        ((-1, 5), {}, "token_ids must be in [0, 96], got -1 at index 0"),
+        ((), {}, "the prompt (input_ids) must hold at least 1 token, got none"),
+        ((5, 97), {}, "input_ids must be in [0, 96], got 97 at index 1"),
+        ((-1, 5), {}, "input_ids must be in [0, 96], got -1 at index 0"),
         (
             (5,),
             {"stop_token_ids": [96, 97]},
@@ -52,8 +52,8 @@ def clock_of(engine: Engine) -> Clock:
         (
             (5,) * 64,
             {},
-            "token_ids must hold at most 63 tokens, so that max_model_len (64) leaves one to "
-            "generate, got 64",
+            "the prompt (input_ids) must hold at most 63 tokens, so that max_model_len (64) leaves "
+            "one to generate, got 64",
         ),
     ],
 )
@@ -72,8 +72,8 @@ def test_a_prompt_that_the_cache_can_never_hold_is_refused() -> None:
     with pytest.raises(InvalidRequest) as refused:
         engine.add(request("a", (5,) * 20))
     assert str(refused.value) == (
-        "token_ids must hold at most 19 tokens, so that the KV cache (20 tokens) can ever hold "
-        "them and one generated, got 20"
+        "the prompt (input_ids) must hold at most 19 tokens, so that the KV cache (20 tokens) can "
+        "ever hold it and one generated, got 20"
     )
     engine.add(request("a", (5,) * 19, ignore_eos=True))
     chunks = run_to_end(engine)
@@ -456,6 +456,17 @@ def test_abort_ends_a_running_a_waiting_and_a_just_arrived_generation() -> None:
             assert (final.finish_reason, final.error) == ("abort", "the client left")
             assert (len(client.token_ids), client.has_more) == (num_tokens, False)
         assert last.final().finish_reason == "length"
+
+
+def test_a_reader_of_the_tokens_can_end_a_generation_as_stopped() -> None:
+    gate = Gate()
+    with running(fake_engine(FakeRunner(on_run=gate))) as loop:
+        client = submit(loop, "a", **FOREVER)
+        gate.wait()
+        loop.abort("a", reason="stop")
+        gate.let()
+        assert (client.final().finish_reason, client.has_more) == ("stop", False)
+        assert loop.stats.num_finished == {"stop": 1}
 
 
 def test_an_abort_that_comes_too_late_changes_nothing() -> None:

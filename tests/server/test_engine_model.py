@@ -50,8 +50,8 @@ def test_needs_neither_sampling_nor_context(client: Client) -> None:
     ("inputs", "sentence"),
     [
         ({}, "input_ids must be given"),
-        ({"input_ids": [201088]}, "token_ids must be in [0, 201087], got 201088 at index 0"),
-        ({"input_ids": [-1, 5]}, "token_ids must be in [0, 201087], got -1 at index 0"),
+        ({"input_ids": [201088]}, "input_ids must be in [0, 201087], got 201088 at index 0"),
+        ({"input_ids": [-1, 5]}, "input_ids must be in [0, 201087], got -1 at index 0"),
         ({"input_ids": PROMPT, "sampling": "["}, "sampling must be a JSON object"),
         ({"input_ids": PROMPT, "sampling": "[" * 100_000}, "sampling must be a JSON object"),
         ({"input_ids": PROMPT, "sampling": '{"top_q": 1}'}, "did you mean 'top_p'?"),

@@ -250,6 +250,17 @@ def test_names_of_tensorrt_llm_clients(client: Client) -> None:
     eventually(client.is_idle, 1)
 
 
+def test_a_stop_word_ends_the_generation_as_stopped(client: Client) -> None:
+    eventually(client.is_idle, 5)
+    stopped = 'vllm:request_success_total{finished_reason="stop"}'
+    before = client.metrics()
+    answer = client.ask(text_input=QUESTION, stop_words=["17"], ignore_eos=True, max_tokens=4000)
+    assert answer.finish_reasons == ["stop"]
+    eventually(lambda: client.metrics().get(stopped, 0) == before.get(stopped, 0) + 1, 2)
+    aborted = "gptoss:aborted_generations_total"
+    assert client.metrics()[aborted] == before[aborted]
+
+
 def test_logprobs_align_with_the_content(client: Client) -> None:
     answer = client.ask(
         text_input=QUESTION, temperature=0.0, return_logprobs=True, top_logprobs=2, stream=False
