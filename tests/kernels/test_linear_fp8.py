@@ -6,7 +6,6 @@ import sys
 import pytest
 import torch
 
-from gptoss_kernels.cuda import runtime
 from gptoss_kernels.linear_fp8 import Tile, choose_tile, empty_scale, linear_fp8
 
 # Rounding to bf16 alone costs 1.7e-3.
@@ -233,10 +232,6 @@ print(cubin.registers, cubin.stack_bytes, cubin.spill_bytes, len(cubin.warnings)
 @pytest.mark.parametrize("tile", SERVED_TILES, ids=str)
 def test_compiles_without_stack_or_spills(tile: Tile, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("GPTOSS_KERNEL_CACHE", str(tmp_path))
-    try:
-        runtime.compile_source("", {})
-    except runtime.CompilerMissingError as error:
-        pytest.skip(str(error))
     # In a child: the compiler ends its process on malformed assembly.
     result = subprocess.run(
         [sys.executable, "-c", COMPILE.format(tile=tile)],

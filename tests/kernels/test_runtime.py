@@ -18,15 +18,6 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def compiler() -> None:
-    try:
-        runtime.compile_source("", {})
-    except runtime.CompilerMissingError as error:
-        pytest.skip(str(error))
-
-
-@pytest.mark.usefixtures("compiler")
 def test_a_kernel_compiles_once(empty_cache: Path) -> None:
     first = runtime.compile_source(KERNEL, {"VALUE": 1})
     assert first.image.startswith(b"\x7fELF")
@@ -40,7 +31,6 @@ def test_a_kernel_compiles_once(empty_cache: Path) -> None:
     assert runtime.compile_source(KERNEL, {"VALUE": 2}).image.startswith(b"\x7fELF")
 
 
-@pytest.mark.usefixtures("compiler")
 def test_a_stack_frame_is_seen() -> None:
     # An array that is indexed at run time has no place in registers.
     source = """
@@ -53,7 +43,6 @@ def test_a_stack_frame_is_seen() -> None:
     assert runtime.compile_source(source, {}).stack_bytes >= 256
 
 
-@pytest.mark.usefixtures("compiler")
 def test_an_error_names_its_line() -> None:
     with pytest.raises(runtime.CudaError, match=r"kernel\.cu\(2\).*VALUE"):
         runtime.compile_source(KERNEL, {})

@@ -38,10 +38,6 @@ class CudaError(RuntimeError):
     """The compiler or the driver refused; the message says what and why."""
 
 
-class CompilerMissingError(CudaError):
-    """NVRTC is not installed."""
-
-
 # ---- compiling ---------------------------------------------------------------------------------
 
 
@@ -127,9 +123,9 @@ def _nvrtc() -> Any:
         nvrtc = importlib.import_module("cuda.bindings.nvrtc")
         nvrtc.nvrtcVersion()  # loads the library, which is a package of its own
     except (ImportError, RuntimeError) as error:
-        raise CompilerMissingError(
+        raise CudaError(
             "Hopper kernels are compiled by NVRTC, which is not installed: "
-            "pip install cuda-bindings nvidia-cuda-nvrtc"
+            "pip install 'gptoss-backend[gpu]'"
         ) from error
     return nvrtc
 
