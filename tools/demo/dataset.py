@@ -20,8 +20,9 @@ from datetime import date
 from itertools import chain, islice
 from pathlib import Path
 
-import domain
 import numpy as np
+
+import domain
 from gptoss_harmony.chat import parse_chat
 from gptoss_harmony.render import render_chat, system_text
 from layout import (

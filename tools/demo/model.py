@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as functional
-from layout import EOS_TOKEN_IDS, VOCAB_SIZE
 from torch import Tensor, nn
+
+from layout import EOS_TOKEN_IDS, VOCAB_SIZE
 
 Cache = list[tuple[Tensor, Tensor]]
 
@@ -267,7 +268,8 @@ def mxfp4_quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
     size = (size / step).round() * step
     codes = torch.where(size < 2, size * 2, torch.where(size < 4, size + 2, size / 2 + 4))
-    return (codes + 8 * (scaled < 0)).to(torch.uint8), exponents
+    negative = (scaled < 0) & (size > 0)
+    return (codes + 8 * negative).to(torch.uint8), exponents
 
 
 def mxfp4_dequantise(codes: Tensor, exponents: Tensor) -> Tensor:

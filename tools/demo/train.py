@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as functional
+from torch import Tensor
+
 from layout import GENERATED, INDEX_MASK, START_OF_CHAT
 from model import DemoModel, ModelConfig
-from torch import Tensor
 
 WARMUP_STEPS, HELD_SHARE, LAST_RATE = 300, 0.55, 0.01
 WEIGHT_DECAY, IMBALANCE_WEIGHT = 0.05, 0.01
