@@ -99,11 +99,6 @@ class EngineConfig:
                 raise InvalidConfig(f"unknown configuration key {name!r}{nearest(name, [*types])}")
         return cls(**{name: _convert(name, value, types[name]) for name, value in values.items()})
 
-    @classmethod
-    def from_file(cls, path: str | Path, overrides: Mapping[str, Any] | None = None):
-        """From a .toml or .json file; `overrides` win over the file."""
-        return cls.from_mapping({**read_config_file(path), **(overrides or {})})
-
 
 def read_config_file(path: str | Path) -> dict[str, Any]:
     """The keys of a .toml or .json configuration file, as a flat table."""

@@ -308,11 +308,16 @@ class EngineLoop:
         self._thread.join()
 
     def _check_queue(self, sequence: Sequence) -> None:
-        """The admission limits. A request that finds a free place among the running waits for
-        nothing but the step's end, and does not count as waiting."""
+        """The admission limits, for a request that would wait behind others for a place.
+
+        One that finds a free place waits for the step's end or for pages, and is always taken:
+        at most max_num_seqs of those can come before the limits count.
+        """
         config, stats = self._engine.config, self.stats
-        num_places = config.max_num_seqs - stats.num_running
-        if stats.num_waiting - num_places >= config.max_waiting_requests:
+        num_behind = stats.num_waiting - (config.max_num_seqs - stats.num_running)
+        if num_behind < 0:
+            return
+        if num_behind >= config.max_waiting_requests:
             raise Unavailable(
                 f"{stats.num_waiting} requests are waiting, as many as max_waiting_requests "
                 f"({config.max_waiting_requests}) allows: try again later"

@@ -84,6 +84,14 @@ class Scheduler:
         self.num_waiting_tokens += len(sequence.token_ids)
         if sequence.deadline is not None:
             heapq.heappush(self._deadlines, (sequence.deadline, sequence.generation_id))
+        # Generations that ended in time leave theirs behind: far ones would gather for ever.
+        if len(self._deadlines) > 2 * len(self._open) + 64:
+            self._deadlines = [
+                (each.deadline, each.generation_id)
+                for each in self._open.values()
+                if each.deadline is not None
+            ]
+            heapq.heapify(self._deadlines)
 
     def schedule(self) -> ScheduledStep:
         """Choose the next step and give its tokens their pages.

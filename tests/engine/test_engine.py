@@ -512,6 +512,23 @@ def test_one_long_prompt_may_wait_whatever_the_token_limit() -> None:
         assert submit(loop, "a", max_tokens=1).final().finish_reason == "length"
 
 
+def test_who_finds_a_free_place_is_taken_whatever_the_limits() -> None:
+    gate = Gate()
+    engine = fake_engine(
+        FakeRunner(on_run=gate), max_num_seqs=4, max_waiting_requests=0, max_waiting_tokens=5
+    )
+    with running(engine) as loop:
+        clients = [submit(loop, "a", max_tokens=1)]
+        gate.wait()
+        for name in "bcd":
+            clients.append(Client())
+            loop.submit(request(name, (1, 2, 3), max_tokens=1), clients[-1])
+        with pytest.raises(Unavailable):
+            submit(loop, "e")
+        gate.let(3)
+        assert [client.final().finish_reason for client in clients] == ["length"] * 4
+
+
 def test_the_deadline_of_a_waiting_request_fires() -> None:
     gate = Gate()
     engine = fake_engine(FakeRunner(on_run=gate), max_num_seqs=1)

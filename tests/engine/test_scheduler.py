@@ -267,6 +267,16 @@ def test_abort_ends_a_generation_wherever_it_is_and_only_once() -> None:
     assert scheduler.num_finished == {"abort": 3}
 
 
+def test_deadlines_of_ended_generations_do_not_gather() -> None:
+    scheduler = make_scheduler(FakeRunner())
+    for number in range(1000):
+        scheduler.add(make_sequence(str(number), 3, 9, deadline=1e9 + number))
+        scheduler.abort(str(number))
+    scheduler.add(make_sequence("last", 3, 9, deadline=5.0))
+    assert len(scheduler._deadlines) <= 100
+    assert [chunk.generation_id for chunk in scheduler.expire(5.0)] == ["last"]
+
+
 def test_a_deadline_ends_waiting_and_running_generations_and_is_named() -> None:
     runner = FakeRunner()
     scheduler = make_scheduler(runner, max_num_seqs=1)

@@ -231,7 +231,7 @@ print(cubin.registers, cubin.stack_bytes, cubin.spill_bytes, len(cubin.warnings)
 
 @pytest.mark.parametrize("tile", SERVED_TILES, ids=str)
 def test_compiles_without_stack_or_spills(tile: Tile, tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("GPTOSS_KERNEL_CACHE", str(tmp_path))
+    monkeypatch.setenv("GPTOSS_CACHE", str(tmp_path))
     # In a child: the compiler ends its process on malformed assembly.
     result = subprocess.run(
         [sys.executable, "-c", COMPILE.format(tile=tile)],

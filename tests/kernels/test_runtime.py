@@ -14,7 +14,7 @@ extern "C" __global__ void fill(float* out) { out[threadIdx.x] = VALUE; }
 
 @pytest.fixture(autouse=True)
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("GPTOSS_KERNEL_CACHE", str(tmp_path))
+    monkeypatch.setenv("GPTOSS_CACHE", str(tmp_path))
     return tmp_path
 
 
@@ -25,7 +25,7 @@ def test_a_kernel_compiles_once(empty_cache: Path) -> None:
     assert (first.stack_bytes, first.spill_bytes, first.warnings) == (0, 0, ())
 
     # What is in the cache is taken, and what differs in a definition is another kernel.
-    (image,) = (path for path in empty_cache.glob("*.cubin") if path.read_bytes() == first.image)
+    (image,) = (path for path in empty_cache.rglob("*.cubin") if path.read_bytes() == first.image)
     image.write_bytes(b"from the cache")
     assert runtime.compile_source(KERNEL, {"VALUE": 1}).image == b"from the cache"
     assert runtime.compile_source(KERNEL, {"VALUE": 2}).image.startswith(b"\x7fELF")

@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from gptoss_engine.cache import CacheError, cache_folder
 from gptoss_engine.config import InvalidConfig
 
 COMPACT_FOLDER = Path(__file__).parent
@@ -32,7 +33,10 @@ def checkpoint_folder() -> Path:
     appears whole by one rename, so any number of processes may do this at once. Raises
     InvalidConfig, in one sentence, where the cache folder cannot be used.
     """
-    cache = _cache_folder()
+    try:
+        cache = cache_folder()
+    except CacheError as error:
+        raise InvalidConfig(f"the demo model cannot be expanded: {error}") from None
     folder = cache / f"demo-{_content_hash(COMPACT_FOLDER)}"
     try:
         for name in (WEIGHTS, *CONFIGS):
@@ -56,20 +60,6 @@ def unseen_sums(count: int, seed: int = 0) -> list[tuple[int, int]]:
     """`count` different pairs (a, b) below 100 whose sums the demo model never saw in training."""
     pairs = [(a, b) for a in range(100) for b in range(100) if held_out("add", (a, b))]
     return random.Random(seed).sample(pairs, count)
-
-
-def _cache_folder() -> Path:
-    """$GPTOSS_CACHE, else $XDG_CACHE_HOME/gptoss, else ~/.cache/gptoss."""
-    if chosen := os.environ.get("GPTOSS_CACHE"):
-        return Path(chosen)
-    if shared := os.environ.get("XDG_CACHE_HOME"):
-        return Path(shared) / "gptoss"
-    try:
-        return Path.home() / ".cache" / "gptoss"
-    except RuntimeError as error:
-        raise InvalidConfig(
-            "the demo model needs a cache folder and there is no home folder: set GPTOSS_CACHE"
-        ) from error
 
 
 def _content_hash(folder: Path) -> str:

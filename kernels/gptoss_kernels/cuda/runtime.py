@@ -53,10 +53,11 @@ class Cubin:
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels are kept: $GPTOSS_KERNEL_CACHE, else in the user's cache folder."""
-    if folder := os.environ.get("GPTOSS_KERNEL_CACHE"):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "gptoss" / "kernels"
+    """Compiled kernels: in $GPTOSS_CACHE, else $XDG_CACHE_HOME/gptoss, else ~/.cache/gptoss."""
+    if folder := os.environ.get("GPTOSS_CACHE"):
+        return Path(folder) / "kernels"
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared) if shared else Path.home() / ".cache") / "gptoss" / "kernels"
 
 
 def wgmma_source(columns: int) -> str:
