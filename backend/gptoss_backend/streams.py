@@ -144,6 +144,8 @@ class Streams:
 
     def _send(self, stream: Stream) -> None:
         with self._changed:
+            if stream.generation_id not in self._open:
+                return  # its end came while this round was sent, and went out with what was due
             chunks, stream.pending = stream.pending, []
         response = StreamResponse(stream.num_sent, _merged(stream.generation_id, chunks))
         stream.num_sent += 1
@@ -160,7 +162,14 @@ class Streams:
                 self._changed.notify_all()
 
     def _notice_cancellation(self, stream: Stream) -> None:
-        if not stream.is_aborting and stream.client.is_cancelled():
+        if stream.is_aborting:
+            return
+        try:
+            has_left = stream.client.is_cancelled()
+        except Exception:
+            logger.exception("generation %s: its client cannot be asked", stream.generation_id)
+            has_left = True
+        if has_left:
             self._abort_once(stream)
 
     def _abort_once(self, stream: Stream) -> None:

@@ -134,6 +134,26 @@ def test_first_token_goes_at_once_and_later_ones_by_the_interval(bench: Bench) -
     assert client.token_ids == [1, 2, 3, 4, 5, 6]
 
 
+def test_nothing_follows_an_end_that_came_while_others_were_sent_to() -> None:
+    streams = Streams(1, lambda _: None)
+    blocker, slow, ending = FakeClient(), FakeClient(), FakeClient()
+    blocker.gate.clear()
+    slow.gate.clear()
+    stream = Stream("ending", ending)
+    streams.open(Stream("blocker", blocker))
+    assert blocker.is_sending.wait(WAIT_SECONDS)
+    # Both are taken in one round, and `slow` is sent to first.
+    streams.open(Stream("slow", slow))
+    streams.open(stream)
+    blocker.gate.set()
+    assert slow.is_sending.wait(WAIT_SECONDS)
+    streams.push(stream, _chunk(1, end=True))
+    slow.gate.set()
+    streams.close()
+    assert [each.sequence_number for each in ending.received] == [0]
+    assert ending.finish_reasons == ["stop"]
+
+
 def test_a_silent_stream_gets_a_heartbeat(bench: Bench) -> None:
     streams, client = bench.streams(), FakeClient()
     streams.open(Stream("g", client))
@@ -164,6 +184,23 @@ def test_a_client_that_takes_nothing_is_aborted_and_harms_nobody(bench: Bench) -
     streams.push(other, _chunk(7, end=True))
     assert streams.wait_empty(WAIT_SECONDS)
     assert bench.aborted == ["broken"]
+    assert sound.token_ids == [7]
+
+
+def test_a_client_that_cannot_be_asked_is_aborted_and_harms_nobody(bench: Bench) -> None:
+    class Lost(FakeClient):
+        def is_cancelled(self) -> bool:
+            raise RuntimeError("the server knows no such request")
+
+    streams, lost, sound = bench.streams(), Lost(), FakeClient()
+    one, other = Stream("lost", lost), Stream("sound", sound)
+    streams.open(one)
+    streams.open(other)
+    assert bench.has_aborted.wait(WAIT_SECONDS)
+    streams.push(one, _chunk(end=True))
+    streams.push(other, _chunk(7, end=True))
+    assert streams.wait_empty(WAIT_SECONDS)
+    assert bench.aborted == ["lost"]
     assert sound.token_ids == [7]
 
 
@@ -208,6 +245,7 @@ def test_random_traffic_arrives_once_in_order_with_one_end(
     for thread in threads:
         thread.join()
     assert streams.wait_empty(WAIT_SECONDS)
+    streams.close()  # nothing more can come now
     for client, length in zip(clients, lengths, strict=True):
         assert client.token_ids == list(range(length))
         assert client.finish_reasons == ["stop"]
