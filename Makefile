@@ -2,6 +2,7 @@
 #   make chat [PROMPT="What is 17 + 25?"] [MODEL=folder]     a tritonserver and a chat with it
 #   make serve [MODEL=…] [HTTP_PORT=…] [GRPC_PORT=…]         the whole stack, in the foreground
 #   make test                                                every gate and test
+#   make check                                               the same without the server: pre-commit
 #   make bench                                               server against bare engine
 PYTHON ?= python3
 # On a machine without a GPU, name a CPU build of torch here (see README).
@@ -13,7 +14,10 @@ METRICS_PORT ?= 8002
 VENV := .venv
 GPTOSS := $(VENV)/bin/gptoss
 
-.PHONY: chat serve test bench clean
+# Through the environment, so that no shell reads what is in it.
+export PROMPT
+
+.PHONY: chat serve test check bench clean
 .DELETE_ON_ERROR:
 
 $(VENV)/installed: pyproject.toml scripts/setup
@@ -22,14 +26,14 @@ $(VENV)/installed-dev: $(VENV)/installed
 	PYTHON="$(PYTHON)" TORCH="$(TORCH)" scripts/setup $(VENV) server,dev
 
 chat: $(VENV)/installed
-	@$(GPTOSS) chat --model "$(MODEL)" $(if $(PROMPT),"$(PROMPT)")
+	@$(GPTOSS) chat --model "$(MODEL)" $(if $(PROMPT),-- "$$PROMPT")
 
 serve: $(VENV)/installed
 	@$(GPTOSS) serve --model "$(MODEL)" --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) \
 	  --metrics-port $(METRICS_PORT)
 
-test: $(VENV)/installed-dev
-	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" scripts/check
+test check: $(VENV)/installed-dev
+	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" scripts/check $(if $(filter check,$@),--fast)
 
 bench: $(VENV)/installed
 	@$(GPTOSS) bench serve --model "$(MODEL)"

@@ -7,6 +7,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from gptoss_engine import demo
 from gptoss_engine.layouts import Layout, count_parameters, detect, sources
 from gptoss_engine.model_config import InvalidCheckpoint, ModelConfig, read_json
 from gptoss_engine.mxfp4 import BLOCK, NAN_SCALE, dequantise
@@ -95,6 +96,11 @@ class Checkpoint:
         faults = {"missing": missing, "unknown": sorted(unknown), "unfitting": unfitting}
         if sentence := "; ".join(_named(fault, names) for fault, names in faults.items() if names):
             raise InvalidCheckpoint(f"{self.folder} ({self.layout} layout): {sentence}")
+
+
+def checkpoint_folder(model: str) -> Path:
+    """Where a configuration's `model` lies; "demo" is expanded from the package on first use."""
+    return demo.checkpoint_folder() if model == "demo" else Path(model)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,12 @@
 import logging
 import time
 from itertools import accumulate
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from gptoss_engine.batch import Batch, Sampling
-from gptoss_engine.checkpoint import Checkpoint
+from gptoss_engine.checkpoint import Checkpoint, checkpoint_folder
 from gptoss_engine.config import EngineConfig, InvalidConfig
 from gptoss_engine.kv_cache import KVCache, PageCounts, max_model_len
 from gptoss_engine.model import GptOss
@@ -148,15 +147,6 @@ def load_runner(config: EngineConfig) -> Runner:
         *(pages.full, pages.window),
     )
     return runner
-
-
-def checkpoint_folder(model: str) -> Path:
-    """Where a configuration's `model` lies; "demo" is expanded from the package on first use."""
-    if model == "demo":
-        from gptoss_engine import demo  # the demo's vocabulary is heavy: only who asks pays
-
-        return demo.checkpoint_folder()
-    return Path(model)
 
 
 def _device(config: EngineConfig) -> torch.device:

@@ -26,9 +26,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from gptoss_backend.cli.errors import CommandFailed
 from gptoss_backend.cli.formats import load_format
 from gptoss_backend.cli.options import with_engine_config
-from gptoss_backend.client import ChatClient
+from gptoss_backend.client import ChatClient, RequestFailed
 from gptoss_backend.server import Ports, TritonServer
 from gptoss_engine.config import EngineConfig
 from gptoss_engine.types import GenerationRequest, SamplingParams
@@ -159,14 +160,18 @@ def _measure_server(config: EngineConfig, load: Load, progress: Progress) -> Mea
 
         def answer(number: int) -> Iterator[int]:
             client = clients.get()
-            for response in client.ask(text_input=load.prompt(number), **load.sampling(number)):
-                yield response.outputs["num_output_tokens"]
-            clients.put(client)
+            try:
+                for response in client.ask(text_input=load.prompt(number), **load.sampling(number)):
+                    yield response.outputs["num_output_tokens"]
+            finally:
+                clients.put(client)
 
         try:
             return _measure(answer, load, progress, "through the server")
-        finally:
+        except RequestFailed as error:
             server.check()
+            raise CommandFailed(f"a request failed: {error}") from error
+        finally:
             while not clients.empty():
                 clients.get().__exit__()
 

@@ -1,6 +1,7 @@
 """Chat formats by entry point (group `gptoss.formats`): this package knows none by name."""
 
 import importlib.metadata
+from pathlib import Path
 from typing import Any
 
 from gptoss_backend.cli.errors import CommandFailed
@@ -9,12 +10,10 @@ from gptoss_engine.config import EngineConfig, InvalidConfig
 
 def load_format(name: str, config: EngineConfig) -> Any:
     """The format, with the vocabulary of the configured checkpoint."""
-    from gptoss_engine.runner import checkpoint_folder
-
     known = {each.name: each for each in importlib.metadata.entry_points(group="gptoss.formats")}
     if name not in known:
         raise InvalidConfig(f"format must be one of {', '.join(sorted(known))}, got {name!r}")
-    folder = None if config.model == "demo" else checkpoint_folder(config.model)
+    folder = None if config.model == "demo" else Path(config.model)
     try:
         return known[name].load().load(folder)
     except RuntimeError as error:
