@@ -24,6 +24,12 @@ import numpy as np
 import triton_python_backend_utils as pb_utils  # pyright: ignore[reportMissingImports]
 
 from gptoss_backend.metrics import EngineMetrics, Finished
+from gptoss_backend.parameters import (
+    abort_reason,
+    drain_order,
+    own_parameters,
+    timeout_seconds,
+)
 from gptoss_backend.server import CONTROL_KEY_VARIABLE
 from gptoss_backend.streams import Stream, StreamResponse, Streams
 from gptoss_engine.config import EngineConfig
@@ -82,24 +88,25 @@ class TritonPythonModel:
 
     def _handle(self, request: Any, sender: Any) -> None:
         inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-        parameters = json.loads(request.parameters() or "{}")
+        parameters = own_parameters(request.parameters())
         if "abort" in inputs:
-            reason = "stop" if parameters.get("reason") == "stop" else "abort"
+            reason = abort_reason(parameters)
             self._engine.abort(_text("abort", inputs["abort"]), reason=reason)
             sender.send(flags=_FINAL)
             return
         if "drain" in parameters:
-            self._drain(sender, **parameters)
+            self._drain(sender, *drain_order(parameters))
             return
+        self._generate(inputs, timeout_seconds(request.timeout(), parameters), sender)
+
+    def _generate(self, inputs: dict[str, np.ndarray], timeout: float | None, sender: Any) -> None:
         if "input_ids" not in inputs:
             raise InvalidRequest("input_ids must be given: the token ids of the prompt")
-        # gRPC's field, or the one that `generate` passes on as a parameter; in microseconds.
-        timeout = request.timeout() or parameters.get("timeout", 0)
         generation = GenerationRequest(
             generation_id=uuid.uuid4().hex,
             token_ids=tuple(inputs["input_ids"].tolist()),
             sampling=SamplingParams.from_mapping(_json_object("sampling", inputs)),
-            deadline=time.monotonic() + timeout / 1e6 if timeout else None,
+            deadline=None if timeout is None else time.monotonic() + timeout,
         )
         context = _text("context", inputs["context"]) if "context" in inputs else ""
         client = _TritonClient(sender, generation.generation_id, context)
@@ -107,8 +114,8 @@ class TritonPythonModel:
         self._engine.submit(generation, lambda chunk: self._streams.push(stream, chunk))
         self._streams.open(stream)
 
-    def _drain(self, sender: Any, drain: str, seconds: float) -> None:
-        if not self._control_key or drain != self._control_key:
+    def _drain(self, sender: Any, key: str, seconds: float) -> None:
+        if not self._control_key or key != self._control_key:
             raise InvalidRequest("drain must carry the key of the process that started the server")
 
         def answer() -> None:
@@ -132,7 +139,10 @@ class TritonPythonModel:
 
     def _report(self) -> None:
         while not self._stopped.wait(_METRICS_SECONDS):
-            self._metrics.flush(self._engine.stats)
+            try:
+                self._metrics.flush(self._engine.stats)
+            except Exception:
+                logger.exception("the metrics were not told")
             if self._engine.is_broken:
                 # Every open generation has got its error; a fresh process is the only way on.
                 self._streams.wait_empty(_LAST_WORDS_SECONDS)
@@ -193,9 +203,10 @@ def _text(name: str, tensor: np.ndarray) -> str:
 def _json_object(name: str, inputs: dict[str, np.ndarray]) -> dict[str, Any]:
     if name not in inputs:
         return {}
+    text = _text(name, inputs[name]) or "{}"
     try:
-        value = json.loads(_text(name, inputs[name]) or "{}")
-    except (json.JSONDecodeError, RecursionError) as error:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:  # too many digits is a plain ValueError
         raise InvalidRequest(f"{name} must be a JSON object: {error}") from None
     if not isinstance(value, dict):
         raise InvalidRequest(f"{name} must be a JSON object, got {type(value).__name__}")

@@ -57,6 +57,7 @@ def test_needs_neither_sampling_nor_context(client: Client) -> None:
         ({"input_ids": PROMPT, "sampling": '{"top_q": 1}'}, "did you mean 'top_p'?"),
         ({"input_ids": PROMPT, "sampling": b'{"\xff": 1}'}, "sampling must be UTF-8"),
         ({"input_ids": PROMPT, "context": b"\xff"}, "context must be UTF-8"),
+        ({"input_ids": PROMPT, "sampling": '{"seed": %s}' % ("9" * 5000)}, "must be a JSON object"),
         ({"input_ids": PROMPT * 10_000}, "must hold at most 131071 tokens"),
     ],
 )
@@ -64,6 +65,25 @@ def test_bad_input(client: Client, inputs: dict[str, Any], sentence: str) -> Non
     with pytest.raises(RequestFailed) as failure:
         client.generate(**inputs)
     assert sentence in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ({"input_ids": [201088]}, "input_ids must be in [0, 201087], got 201088"),
+        ({"input_ids": PROMPT, "sampling": '{"seed": %s}' % ("9" * 5000)}, "must be a JSON object"),
+        ({"input_ids": PROMPT, "temperature": 0}, "temperature belongs into the JSON of sampling"),
+        ({"input_ids": PROMPT, "context_": "x"}, "did you mean 'context'?"),
+        ({"input_ids": PROMPT, "timeout": "x"}, "timeout must be an integer of microseconds"),
+        ({"abort": "nobody", "reason": "length"}, "reason must be abort or stop"),
+        ({"drain": "x"}, "seconds must be a number"),
+    ],
+)
+def test_bad_input_is_the_callers_fault(
+    client: Client, body: dict[str, Any], sentence: str
+) -> None:
+    code, content = client.post("gpt_oss_engine", body)
+    assert (code, sentence in content.decode()) == (400, True), content
 
 
 def test_abort_by_another_request_ends_a_generation(client: Client) -> None:
