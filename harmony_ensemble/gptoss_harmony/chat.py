@@ -296,12 +296,15 @@ def parse_tools(text: bytes | str) -> tuple[dict[str, Any], ...]:
         raise InvalidChat(f"tools must be a list, got {shown(tools)}")
     checked: list[dict[str, Any]] = []
     names: set[str] = set()
+    size = 0
     for number, tool in enumerate(tools):
         path = f"tools[{number}]"
         if isinstance(tool, dict) and tool.get("type", "function") != "function":
             raise UnsupportedChat(f"{path}.type must be 'function', got {shown(tool['type'])}")
         fields = _object(path, tool, ("type", "function"))
         function = _function(f"{path}.function", fields.get("function"))
+        parameters = f"{path}.function.parameters"
+        size = check_schema(parameters, function.get("parameters", {}), size)
         if function["name"] in names:
             raise InvalidChat(f"{path}.function.name {shown(function['name'])} is given twice")
         names.add(function["name"])
@@ -322,7 +325,6 @@ def _function(path: str, function: object) -> dict[str, Any]:
             raise InvalidChat(
                 f"{path}.parameters must be a JSON schema (an object), got {shown(parameters)}"
             )
-        check_schema(f"{path}.parameters", parameters)
         check_text(f"{path}.parameters", json.dumps(parameters, ensure_ascii=False))
         checked["parameters"] = parameters
     return checked

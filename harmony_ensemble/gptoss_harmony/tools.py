@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 from gptoss_harmony.types import InvalidChat, shown
 
 MAX_SCHEMA_DEPTH = 64
-MAX_SCHEMA_NODES = 20_000
-"""Of one tool, references expanded: a short schema can stand for an endless type."""
+MAX_TYPES_SIZE = 4 * 2**20
+"""Of all tools of a chat, in characters: by references a short schema can stand for an endless
+type. A part counts for at least _PART_SIZE, and everything else that is looked at for one."""
+_PART_SIZE = 40
 
 _TYPES = ("string", "number", "integer", "boolean", "null", "object", "array")
 _PLAIN_TYPES = {
@@ -37,14 +39,20 @@ def render_tools(tools: Sequence[Mapping[str, Any]]) -> str:
     return "\n\n".join([*sections, "} // namespace functions"])
 
 
-def check_schema(path: str, schema: object) -> None:
-    """Raises `InvalidChat` with the path of the first thing that is no JSON schema."""
+def check_schema(path: str, schema: object, size: int = 0) -> int:
+    """Raises `InvalidChat` with the path of the first thing that is no JSON schema.
+
+    size: that of the schemas before it, against MAX_TYPES_SIZE; returns it with this one's.
+    """
     _check(path, schema, 0)
-    if isinstance(schema, Mapping):
-        try:
-            _TypeWriter(schema).write(schema, "")
-        except _Refused as refused:
-            raise InvalidChat(f"{path}{refused}") from None
+    if not isinstance(schema, Mapping):
+        return size
+    writer = _TypeWriter(schema, size)
+    try:
+        writer.write(schema, "")
+    except _Refused as refused:
+        raise InvalidChat(f"{path}{refused}") from None
+    return writer.size
 
 
 def _declaration(function: Mapping[str, Any]) -> str:
@@ -75,13 +83,20 @@ class _Type(NamedTuple):
 class _TypeWriter:
     """One tool's parameters as a type. References are looked up in `root`."""
 
-    def __init__(self, root: Schema) -> None:
+    def __init__(self, root: Schema, size: int = 0) -> None:
+        self.size = size
         self._root = root
-        self._num_nodes = 0
+        self._depth = 0
 
     def write(self, schema: object, indent: str, within: frozenset[str] = frozenset()) -> _Type:
         """within: the references being expanded; one of them again is `any`."""
-        schema, within = self._resolve(schema, within)
+        self._check_depth(self._depth)
+        self._depth += 1
+        written = self._write(*self._resolve(schema, within), indent)
+        self._depth -= 1
+        return written
+
+    def _write(self, schema: Schema, within: frozenset[str], indent: str) -> _Type:
         if variants := schema.get("oneOf"):
             text = "".join(
                 f"\n{indent} | {self._variant(variant, indent, within)}" for variant in variants
@@ -92,9 +107,10 @@ class _TypeWriter:
         if parts := schema.get("allOf"):
             return self._all_of(schema, parts, indent, within)
         if "const" in schema:
-            return _Type(_literal(schema["const"]))
+            return _Type(self._counted(_literal(schema["const"])))
         if values := schema.get("enum"):
-            return _Type(" | ".join(map(_literal, values)), is_compound=len(values) > 1)
+            text = self._counted(" | ".join(map(_literal, values)))
+            return _Type(text, is_compound=len(values) > 1)
         kind = schema.get("type")
         if isinstance(kind, list):
             kinds = [self._of_kind(schema, one, indent, within).grouped() for one in kind]
@@ -105,20 +121,39 @@ class _TypeWriter:
         return self._of_kind(schema, kind, indent, within)
 
     def _resolve(self, schema: object, within: frozenset[str]) -> tuple[Schema, frozenset[str]]:
-        self._num_nodes += 1
-        if self._num_nodes > MAX_SCHEMA_NODES:
-            raise _Refused(
-                f" describes a type of more than {MAX_SCHEMA_NODES} parts, references expanded"
-            )
         if not isinstance(schema, Mapping):
-            return {}, within
+            schema = {}
+        self._count_part(schema)
         while (reference := schema.get("$ref")) is not None:
             if reference in within:
                 return {}, within
             within = within | {reference}
+            self._check_depth(len(within))
             siblings = {key: value for key, value in schema.items() if key != "$ref"}
             schema = {**self._look_up(reference), **siblings}
+            self._count_part(schema)
         return schema, within
+
+    def _check_depth(self, depth: int) -> None:
+        if depth > MAX_SCHEMA_DEPTH:
+            raise _Refused(
+                f" is nested deeper than {MAX_SCHEMA_DEPTH} schemas, references expanded"
+            )
+
+    def _count_part(self, schema: Schema) -> None:
+        lengths = (len(value) for value in schema.values() if isinstance(value, list))
+        self._count(_PART_SIZE + len(schema) + sum(lengths))
+
+    def _counted(self, text: str) -> str:
+        self._count(len(text))
+        return text
+
+    def _count(self, size: int) -> None:
+        self.size += size
+        if self.size > MAX_TYPES_SIZE:
+            raise _Refused(
+                f" brings the tools' types above {MAX_TYPES_SIZE} characters, references expanded"
+            )
 
     def _look_up(self, reference: str) -> Schema:
         target: object = self._root
@@ -137,8 +172,8 @@ class _TypeWriter:
         return _Type(_PLAIN_TYPES.get(kind, "any"))
 
     def _object(self, schema: Schema, indent: str, within: frozenset[str]) -> str:
-        comment = _described(schema, indent)
-        required = schema.get("required", ())
+        comment = self._counted(_described(schema, indent))
+        required = frozenset(schema.get("required", ()))
         members = [
             self._member(key, value, key in required, indent, within)
             for key, value in schema.get("properties", {}).items()
@@ -172,13 +207,15 @@ class _TypeWriter:
             comments += [_comment(f"- {_literal(example)}", indent) for example in examples]
         default = _default(schema)
         head = f"{indent}{_key(key)}{'' if is_required else '?'}:"
+        if "oneOf" in schema:
+            comments.append(description)
+            comments += [f"{indent}// {default}\n"] if default else []
+        comment = self._counted("".join(comments))
+        self._count(len(head) + len(default))
         if "oneOf" not in schema:
             value = self._nullable(schema, f"{indent}    ", inside).text
             trailing = f" // {default}" if default else ""
-            return f"{''.join(comments)}{head} {value},{trailing}\n"
-        comments.append(description)
-        if default:
-            comments.append(f"{indent}// {default}\n")
+            return f"{comment}{head} {value},{trailing}\n"
         own = schema.get("description")
         lines = [
             # The first variant's description gives way to the property's own.
@@ -188,7 +225,7 @@ class _TypeWriter:
         if schema.get("nullable") is True and not self._allows_null(schema, inside):
             lines.append("null")
         union = "".join(f"{indent} | {line}\n" for line in lines)
-        return f"{''.join(comments)}{head}\n{union}{indent},\n"
+        return f"{comment}{head}\n{union}{indent},\n"
 
     def _variant(
         self,
@@ -207,8 +244,8 @@ class _TypeWriter:
             notes.append(" ".join(description.splitlines()))
         if default := _default(variant):
             notes.append(default)
-        text = self._nullable(variant, f"{indent}   ", within).text
-        return f"{text} // {' '.join(notes)}" if notes else text
+        note = self._counted(f" // {' '.join(notes)}" if notes else "")
+        return self._nullable(variant, f"{indent}   ", within).text + note
 
     def _nullable(self, schema: object, indent: str, within: frozenset[str]) -> _Type:
         written = self.write(schema, indent, within)

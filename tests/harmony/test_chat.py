@@ -250,6 +250,17 @@ def test_a_bad_tool_is_refused_in_words(given: Any, words: str) -> None:
     assert words in str(refused.value)
 
 
+def test_many_tools_are_limited_together() -> None:
+    """Two megabytes that would be a hundred, each tool for itself far below the limit."""
+    members = {f"m{number}": {"$ref": "#/$defs/Long"} for number in range(90)}
+    parameters = {"properties": members, "$defs": {"Long": {"description": "x" * 4000}}}
+    tools = [tool(name=f"f{number}", parameters=parameters) for number in range(300)]
+    with pytest.raises(
+        InvalidChat, match=r"^tools\[11\].function.parameters brings the tools' type"
+    ):
+        parse_tools(json.dumps(tools))
+
+
 @pytest.mark.parametrize("given", [[{"type": "web_search"}], [tool(strict=True)]])
 def test_tools_that_are_not_built_are_named(given: Any) -> None:
     with pytest.raises(UnsupportedChat, match=r"tools\[0\]"):

@@ -1,6 +1,8 @@
 """TypeScript of tools: openai-harmony's where it says all, goldens where it gives up."""
 
 import json
+import time
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -8,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai_harmony import DeveloperContent, Message, Role, ToolDescription
 
-from gptoss_harmony.tools import MAX_SCHEMA_DEPTH, MAX_SCHEMA_NODES, check_schema, render_tools
+from gptoss_harmony.tools import MAX_SCHEMA_DEPTH, MAX_TYPES_SIZE, check_schema, render_tools
 from gptoss_harmony.types import InvalidChat
 from gptoss_harmony.vocabulary import Vocabulary
 
@@ -326,8 +328,76 @@ def test_deep_and_endless_schemas_are_refused() -> None:
     for number in range(1, 40):
         reference = {"$ref": f"#/$defs/d{number - 1}"}
         doubling[f"d{number}"] = {"type": "object", "properties": {"a": reference, "b": reference}}
-    with pytest.raises(InvalidChat, match=f"more than {MAX_SCHEMA_NODES} parts"):
+    with pytest.raises(InvalidChat, match=f"above {MAX_TYPES_SIZE} characters"):
         check_schema("p", {"$ref": "#/$defs/d39", "$defs": doubling})
+
+
+def chain(length: int) -> dict[str, Any]:
+    """A type within a type, each behind a reference."""
+    links: dict[str, Any] = {"d0": {"type": "string"}}
+    for number in range(1, length + 1):
+        links[f"d{number}"] = {"items": {"$ref": f"#/$defs/d{number - 1}"}}
+    return {"items": {"$ref": f"#/$defs/d{length}"}, "$defs": links}
+
+
+def test_depth_counts_references() -> None:
+    schema = chain(MAX_SCHEMA_DEPTH - 1)
+    check_schema("p", schema)
+    assert f"string{'[]' * MAX_SCHEMA_DEPTH}" in by_us({"name": "f", "parameters": schema})
+    aliases = {f"d{number}": {"$ref": f"#/$defs/d{number + 1}"} for number in range(50_000)}
+    for endless in (
+        chain(MAX_SCHEMA_DEPTH),
+        chain(2000),
+        {"$ref": "#/$defs/d0", "$defs": {**aliases, "d50000": {}}},
+    ):
+        with pytest.raises(InvalidChat, match=f"deeper than {MAX_SCHEMA_DEPTH} schemas, reference"):
+            check_schema("p", endless)
+
+
+LONG = "x" * 40_000
+LONG_PARTS: list[dict[str, Any]] = [
+    {"description": LONG},
+    {"description": "\n" * 10_000},
+    {"title": LONG},
+    {"const": LONG},
+    {"enum": [LONG]},
+    {"enum": ["\x01" * 10_000]},
+    {"examples": [LONG]},
+    {"default": LONG},
+    {"enum": ["a"], "default": LONG},
+    {"properties": {LONG: True}},
+    {"properties": {"a": {"anyOf": [{"description": LONG}, {"default": LONG}]}}},
+    {"oneOf": [{"description": LONG}]},
+    {"required": ["a"] * 40_000},
+    {f"x{number}": 1 for number in range(10_000)},
+]
+
+
+@pytest.mark.parametrize("part", LONG_PARTS, ids=lambda part: "+".join(list(part)[:3]))
+def test_a_long_part_that_is_referred_to_often_is_refused_early(part: dict[str, Any]) -> None:
+    """Some kilobytes must not become gigabytes, nor minutes."""
+    members = {f"m{number}": {"$ref": "#/$defs/Long"} for number in range(20_000)}
+    schema = {"type": "object", "properties": members, "$defs": {"Long": part}}
+    start = time.process_time()
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidChat, match=f"types above {MAX_TYPES_SIZE} characters"):
+            check_schema("p", schema)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 10 * MAX_TYPES_SIZE
+    assert time.process_time() - start < 5.0
+
+
+def test_the_limit_is_on_all_tools_together() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "description": LONG}}}
+    size = check_schema("p", schema)
+    assert len(LONG) < size < 2 * len(LONG)
+    assert check_schema("q", schema, size) == 2 * size
+    check_schema("q", schema, MAX_TYPES_SIZE - size)
+    with pytest.raises(InvalidChat, match="^q brings the tools' types above"):
+        check_schema("q", schema, MAX_TYPES_SIZE - size + 1)
 
 
 @given(
