@@ -101,7 +101,7 @@ class Answer:
         for delta in self.harmony.push(response.token_ids, response.finish_reason):
             self._add(reply, delta)
         self._add_logprobs(reply, response)
-        reply.num_output_tokens += len(response.token_ids)
+        reply.num_output_tokens += self.harmony.num_taken
         num_reasoning_tokens = self.harmony.num_tokens["reasoning"]
         reply.num_reasoning_tokens += num_reasoning_tokens - self._num_reasoning_tokens
         self._num_reasoning_tokens = num_reasoning_tokens
@@ -136,11 +136,12 @@ class Answer:
             calls.append({**call, "function": function})
 
     def _add_logprobs(self, reply: Reply, response: EngineResponse) -> None:
-        self._cumulative_logprob += sum(logprob for logprob, _ in response.logprobs)
+        logprobs = response.logprobs[: self.harmony.num_taken]
+        self._cumulative_logprob += sum(logprob for logprob, _ in logprobs)
         reply.cumulative_logprob = self._cumulative_logprob
-        if self._context.return_logprobs and response.logprobs:
+        if self._context.return_logprobs and logprobs:
             for position in self.harmony.content_positions:
-                logprob, top = response.logprobs[position]
+                logprob, top = logprobs[position]
                 entry = self._logprob(response.token_ids[position], logprob)
                 entry["top_logprobs"] = [self._logprob(token_id, each) for token_id, each in top]
                 reply.logprobs.append(entry)

@@ -21,6 +21,7 @@ class ChatStream(Protocol):
     repairs: Counter[str]
     num_tokens: Counter[Channel]
     content_positions: list[int]
+    num_taken: int
     finish_reason: FinishReason | None
 
     def push(

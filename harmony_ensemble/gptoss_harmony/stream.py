@@ -115,6 +115,9 @@ class HarmonyStream:
         """Tokens of text so far by channel; headers and control tokens belong to none."""
         self.content_positions: list[int] = []
         """Which of the tokens last pushed are text of the content channel."""
+        self.num_taken = 0
+        """How many of the tokens last pushed belong to the answer: what follows a stop word is the
+        engine's run-ahead."""
         self.finish_reason: FinishReason | None = None
         """Set once the answer is over. If the engine has not said so yet, abort it."""
 
@@ -158,9 +161,11 @@ class HarmonyStream:
         "tool_calls" if there was a call; else "stop". After the end nothing comes.
         """
         self.content_positions = []
+        self.num_taken = 0
         for position, token_id in enumerate(token_ids):
             if self.finish_reason is not None:
                 break
+            self.num_taken += 1
             is_text = 0 <= token_id < FIRST_CONTROL
             if is_text and self._target is not None:
                 self._bytes += self._token_bytes[token_id]

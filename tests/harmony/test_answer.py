@@ -126,6 +126,22 @@ def test_a_stop_word_ends_the_answer_before_the_engine_does(harmony: HarmonyForm
     assert answer.finish_reason == "stop"
 
 
+def test_what_follows_a_stop_word_is_not_counted_however_cut(harmony: HarmonyFormat) -> None:
+    stop_words = {"stop_words": ["-two it"]}
+    until = _ANSWER.partition(" is.")[0]
+    num_tokens = len(harmony.vocabulary.encode_raw(until))
+    for cut in (1, 2, 3, 5, 100):
+        replies, _ = _run(
+            harmony, _ANSWER, cut=cut, stream=True, format=stop_words, return_logprobs=True
+        )
+        joined = _joined(replies)
+        assert joined["text"] == "Forty"
+        assert joined["num_output_tokens"] == num_tokens
+        assert joined["cumulative_logprob"] == -0.5 * num_tokens
+        # The entries are those of the tokens read: the stop word's own are among them.
+        assert "".join(entry["token"] for entry in joined["logprobs"]) == "Forty-two it"
+
+
 def test_echo_stands_first(harmony: HarmonyFormat) -> None:
     (reply,), _ = _run(harmony, _ANSWER, echo="Q: ")
     assert reply.text_output.startswith("Q: Forty")

@@ -722,6 +722,7 @@ def test_any_cut_of_any_stream_gives_the_same_events(
         )
         deltas: list[ChatDelta] = []
         content_tokens: list[int] = []
+        num_taken = 0
         rest = token_ids
         for size in sizes:
             if not rest:
@@ -729,15 +730,20 @@ def test_any_cut_of_any_stream_gives_the_same_events(
             chunk, rest = rest[:size], rest[size:]
             deltas += stream.push(chunk)
             content_tokens += [chunk[position] for position in stream.content_positions]
+            num_taken += stream.num_taken
         deltas += stream.push(rest, reason)
         content_tokens += [rest[position] for position in stream.content_positions]
+        num_taken += stream.num_taken
         events = joined(deltas)
         assert [delta.finish_reason for delta in events[:-1]] == [None] * (len(events) - 1)
         assert events[-1].finish_reason == stream.finish_reason
         assert stream.push([1, 2, 3], "stop") == []
+        assert stream.num_taken == 0
         text = "".join(delta.text for delta in events)
         assert not any(control in text for control in ("<|start|>", "<|end|>", "<|message|>"))
-        seen.append((events, dict(stream.repairs), +stream.num_tokens, content_tokens))
+        counts = (num_taken, dict(stream.repairs), +stream.num_tokens)
+        assert stop_words or num_taken == len(token_ids)
+        seen.append((events, counts, content_tokens))
     assert seen[0] == seen[1] == seen[2]
 
 

@@ -396,7 +396,7 @@ def test_the_limit_is_on_all_tools_together() -> None:
     assert len(LONG) < size < 2 * len(LONG)
     assert check_schema("q", schema, size) == 2 * size
     check_schema("q", schema, MAX_TYPES_SIZE - size)
-    with pytest.raises(InvalidChat, match="^q brings the tools' types above"):
+    with pytest.raises(InvalidChat, match=r"^q brings the tools' types above"):
         check_schema("q", schema, MAX_TYPES_SIZE - size + 1)
 
 
