@@ -143,9 +143,18 @@ def load(checkpoint_folder: Path | None = None) -> Vocabulary:
 
 
 def cache_folder() -> Path:
-    """Where converted files are kept: $XDG_CACHE_HOME/gptoss, else ~/.cache/gptoss."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "gptoss"
+    """$GPTOSS_CACHE, else $XDG_CACHE_HOME/gptoss, else ~/.cache/gptoss, as the engine has it.
+
+    OSError where there is no home folder.
+    """
+    if chosen := os.environ.get("GPTOSS_CACHE"):
+        return Path(chosen)
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return Path(shared) / "gptoss"
+    try:
+        return Path.home() / ".cache" / "gptoss"
+    except RuntimeError:
+        raise OSError("there is no home folder; GPTOSS_CACHE names another place") from None
 
 
 def _load_encoding(checkpoint_folder: Path | None) -> openai_harmony.HarmonyEncoding:
@@ -172,8 +181,7 @@ def _contents(checkpoint_folder: Path | None, tried: list[str]) -> Iterator[byte
         sources.append((f"$TIKTOKEN_ENCODINGS_BASE ({user_file})", user_file.read_bytes))
     else:
         tried.append("$TIKTOKEN_ENCODINGS_BASE (not set)")
-    cached_file = cache_folder() / VOCABULARY_FILE
-    sources.append((f"the cache ({cached_file})", cached_file.read_bytes))
+    sources.append(("the cache", lambda: (cache_folder() / VOCABULARY_FILE).read_bytes()))
     if checkpoint_folder is not None:
         tokenizer = Path(checkpoint_folder) / "tokenizer.json"
         sources.append((f"the checkpoint ({tokenizer})", lambda: _from_tokenizer_json(tokenizer)))
@@ -221,24 +229,28 @@ def _from_bpe_openai() -> bytes:
 @contextmanager
 def _folder_holding(content: bytes) -> Iterator[Path]:
     """A folder with the vocabulary file: the cache, or a passing one where it cannot be written."""
-    target = cache_folder() / VOCABULARY_FILE
-    try:
-        if not (target.is_file() and target.read_bytes() == content):
-            _write_atomically(target, content)
-        yield target.parent
+    cached_file = _cached(content)
+    if cached_file is not None:
+        yield cached_file.parent
         return
-    except OSError:
-        pass
     with tempfile.TemporaryDirectory(prefix="gptoss-vocabulary-") as folder:
         (Path(folder) / VOCABULARY_FILE).write_bytes(content)
         yield Path(folder)
 
 
-def _write_atomically(target: Path, content: bytes) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as file:
-        file.write(content)
-    os.replace(file.name, target)
+def _cached(content: bytes) -> Path | None:
+    """The cache's file, written if it is not there; None where that cannot be."""
+    try:
+        target = cache_folder() / VOCABULARY_FILE
+        if not (target.is_file() and target.read_bytes() == content):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            # What a failure leaves behind goes with its folder.
+            with tempfile.TemporaryDirectory(dir=target.parent, prefix=".partial-") as partial:
+                (Path(partial) / VOCABULARY_FILE).write_bytes(content)
+                os.replace(Path(partial) / VOCABULARY_FILE, target)
+    except OSError:
+        return None
+    return target
 
 
 def _encoding_from(folder: Path | None) -> openai_harmony.HarmonyEncoding:

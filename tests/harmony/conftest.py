@@ -12,11 +12,11 @@ from gptoss_harmony.vocabulary import Vocabulary
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("GPTOSS_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
 
 
 @pytest.fixture(scope="session")
 def loaded(own_cache: None) -> Vocabulary:
-    assert "XDG_CACHE_HOME" in os.environ
+    assert "GPTOSS_CACHE" in os.environ
     return vocabulary.load()

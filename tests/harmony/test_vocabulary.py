@@ -59,6 +59,7 @@ def content() -> bytes:
 def no_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Nothing set, nothing cached, no package, no network; returns the cache folder."""
     monkeypatch.delenv("TIKTOKEN_ENCODINGS_BASE", raising=False)
+    monkeypatch.delenv("GPTOSS_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     load = openai_harmony.load_harmony_encoding
@@ -186,6 +187,59 @@ def test_a_cache_that_cannot_be_written_is_done_without(
 ) -> None:
     no_source.parent.parent.mkdir(exist_ok=True)
     no_source.parent.write_text("a file where the cache's folder should be")
+    monkeypatch.setattr(vocabulary, "_from_bpe_openai", lambda: content)
+    assert vocabulary._load_encoding(None).encode("Hello") == [13225]
+
+
+def test_a_failed_write_leaves_nothing_behind(
+    content: bytes, no_source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(vocabulary, "_from_bpe_openai", lambda: content)
+    monkeypatch.setattr(os, "replace", full)
+    assert vocabulary._load_encoding(None).encode("Hello") == [13225]
+    assert list(no_source.iterdir()) == []
+
+
+def test_what_fails_in_the_folder_is_told_as_it_is(content: bytes, no_source: Path) -> None:
+    with (
+        pytest.raises(OSError, match="^of the caller$"),
+        vocabulary._folder_holding(content) as folder,
+    ):
+        assert folder == no_source
+        raise OSError("of the caller")
+
+
+@pytest.mark.parametrize(
+    ("environment", "folder"),
+    [
+        ({"GPTOSS_CACHE": "/a", "XDG_CACHE_HOME": "/b", "HOME": "/c"}, "/a"),
+        ({"XDG_CACHE_HOME": "/b", "HOME": "/c"}, "/b/gptoss"),
+        ({"GPTOSS_CACHE": "", "XDG_CACHE_HOME": "", "HOME": "/c"}, "/c/.cache/gptoss"),
+    ],
+)
+def test_the_cache_lies_where_the_engine_has_its_own(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], folder: str
+) -> None:
+    monkeypatch.delenv("GPTOSS_CACHE")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert vocabulary.cache_folder() == Path(folder)
+
+
+def test_without_a_home_there_is_no_cache(
+    content: bytes, no_source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("GPTOSS_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(VocabularyMissing, match=r"the cache \(there is no home folder"):
+        vocabulary._load_encoding(None)
     monkeypatch.setattr(vocabulary, "_from_bpe_openai", lambda: content)
     assert vocabulary._load_encoding(None).encode("Hello") == [13225]
 
