@@ -12,7 +12,6 @@ out (`ChatRequest.messages`) is normalised, so that rendering needs no checks:
 import json
 import re
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any, get_args
 
 from gptoss_harmony.tools import check_schema
@@ -22,11 +21,10 @@ from gptoss_harmony.types import (
     ReasoningEffort,
     UnsupportedChat,
     check_text,
+    nearest,
     shown,
 )
 
-MAX_CHAT_BYTES = 4 * 2**20
-"""Of `messages` and of `tools`, each, as JSON."""
 MAX_STOP_WORDS = 16
 MAX_STOP_WORD_LENGTH = 256
 
@@ -50,14 +48,12 @@ _FIELDS = {
 
 def parse_chat(
     *,
-    messages: bytes | str,
-    tools: bytes | str | None = None,
-    tool_choice: bytes | str | None = None,
+    messages: str,
+    tools: str | None = None,
+    tool_choice: str | None = None,
     reasoning_effort: str | None = None,
-    response_format: bytes | str | None = None,
+    response_format: str | None = None,
     parallel_tool_calls: bool | None = None,
-    sampling: Mapping[str, Any] | None = None,
-    stream: bool = False,
 ) -> ChatRequest:
     """One chat from its JSON texts, by OpenAI's field names; None or "" means not given.
 
@@ -73,34 +69,27 @@ def parse_chat(
         messages=parse_messages(messages),
         tools=checked_tools,
         reasoning_effort=_effort(reasoning_effort),
-        sampling=dict(sampling or {}),
-        stream=stream,
     )
 
 
-def user_message(text: bytes | str) -> str:
+def user_message(text: str) -> str:
     """A plain text as the JSON of a chat with one user message."""
-    if isinstance(text, bytes):
-        text = _utf8("text_input", text)
-    if not text:
+    if not check_text("text_input", text):
         raise InvalidChat("text_input is empty")
     return json.dumps([{"role": "user", "content": text}])
 
 
-def check_stop_words(words: Sequence[bytes | str]) -> tuple[str, ...]:
+def check_stop_words(words: Sequence[str]) -> tuple[str, ...]:
     """Stop strings within their limits."""
     if len(words) > MAX_STOP_WORDS:
         raise InvalidChat(f"stop_words must be at most {MAX_STOP_WORDS} texts, got {len(words)}")
-    checked: list[str] = []
     for number, word in enumerate(words):
         path = f"stop_words[{number}]"
-        text = _utf8(path, word) if isinstance(word, bytes) else check_text(path, word)
-        if not 1 <= len(text) <= MAX_STOP_WORD_LENGTH:
+        if not 1 <= len(check_text(path, word)) <= MAX_STOP_WORD_LENGTH:
             raise InvalidChat(
-                f"{path} must have 1 to {MAX_STOP_WORD_LENGTH} characters, got {len(text)}"
+                f"{path} must have 1 to {MAX_STOP_WORD_LENGTH} characters, got {len(word)}"
             )
-        checked.append(text)
-    return tuple(checked)
+    return tuple(words)
 
 
 def tool_names(request: ChatRequest) -> tuple[str, ...]:
@@ -108,12 +97,7 @@ def tool_names(request: ChatRequest) -> tuple[str, ...]:
     return tuple(tool["function"]["name"] for tool in request.tools)
 
 
-def _json(path: str, text: bytes | str) -> Any:
-    num_bytes = len(text.encode(errors="surrogatepass") if isinstance(text, str) else text)
-    if num_bytes > MAX_CHAT_BYTES:
-        raise InvalidChat(f"{path} must be at most {MAX_CHAT_BYTES} bytes of JSON, got {num_bytes}")
-    if isinstance(text, bytes):
-        text = _utf8(path, text)
+def _json(path: str, text: str) -> Any:
     if not text.strip():
         raise InvalidChat(f"{path} is empty; it must be JSON")
     try:
@@ -132,27 +116,17 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
 
 
-def _utf8(path: str, text: bytes) -> str:
-    try:
-        return text.decode()
-    except UnicodeDecodeError as error:
-        raise InvalidChat(
-            f"{path} is not UTF-8: byte 0x{text[error.start]:02x} at position {error.start}"
-        ) from None
-
-
 def _object(path: str, value: object, fields: Sequence[str]) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidChat(f"{path} must be an object, got {shown(value)}")
     for field in value:
         if field not in fields:
-            near = get_close_matches(field, fields, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(fields)}"
+            hint = nearest(field, fields) or f"; known: {', '.join(fields)}"
             raise InvalidChat(f"{path} has an unknown field {shown(field)}{hint}")
     return value
 
 
-def parse_messages(text: bytes | str) -> tuple[dict[str, Any], ...]:
+def parse_messages(text: str) -> tuple[dict[str, Any], ...]:
     """A JSON array of chat messages, checked and normalised."""
     messages = _json("messages", text)
     if not isinstance(messages, list) or not messages:
@@ -289,7 +263,7 @@ def _name(path: str, name: object) -> str:
     return name
 
 
-def parse_tools(text: bytes | str) -> tuple[dict[str, Any], ...]:
+def parse_tools(text: str) -> tuple[dict[str, Any], ...]:
     """A JSON array of function tools, checked."""
     tools = _json("tools", text)
     if not isinstance(tools, list):
@@ -330,13 +304,12 @@ def _function(path: str, function: object) -> dict[str, Any]:
     return checked
 
 
-def _tool_choice(choice: bytes | str | None) -> str:
+def _tool_choice(choice: str | None) -> str:
     if not choice:
         return "auto"
-    text = _utf8("tool_choice", choice) if isinstance(choice, bytes) else choice
-    value: object = text
-    if text.lstrip().startswith(("{", '"')):
-        value = _json("tool_choice", text)
+    value: object = choice
+    if choice.lstrip().startswith(("{", '"')):
+        value = _json("tool_choice", choice)
     if value in ("auto", "none"):
         return str(value)
     if value == "required" or isinstance(value, dict):
@@ -344,7 +317,7 @@ def _tool_choice(choice: bytes | str | None) -> str:
     raise InvalidChat(f"tool_choice must be auto, none, required or an object, got {shown(value)}")
 
 
-def _refuse_response_format(response_format: bytes | str | None) -> None:
+def _refuse_response_format(response_format: str | None) -> None:
     if not response_format:
         return
     value = _json("response_format", response_format)

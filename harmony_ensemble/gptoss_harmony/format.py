@@ -32,8 +32,6 @@ class ChatStream(Protocol):
 class ChatFormat(Protocol):
     """What the adapters and the command line know of a format."""
 
-    stop_token_ids: tuple[int, ...]
-
     @classmethod
     def load(cls, checkpoint_folder: Path | None = None) -> Self:
         """Loads what the format needs, or fails with a sentence: at start, never at a request."""
@@ -43,13 +41,13 @@ class ChatFormat(Protocol):
         """A checked request from OpenAI's JSON texts, by field name (`chat.parse_chat`)."""
         ...
 
-    def parse_text(self, text: bytes | str, **inputs: Any) -> ChatRequest:
+    def parse_text(self, text: str, **inputs: Any) -> ChatRequest:
         """The same from the text of one user message."""
         ...
 
     def render_chat(self, request: ChatRequest) -> Prompt: ...
 
-    def render_raw(self, text: str, sampling: Mapping[str, Any]) -> Prompt: ...
+    def render_raw(self, text: str) -> Prompt: ...
 
     def stream_context(
         self, prompt: Prompt, request: ChatRequest | None, stop_words: Sequence[str] = ()
@@ -62,8 +60,6 @@ class ChatFormat(Protocol):
 
 class HarmonyFormat:
     """gpt-oss's format. Safe to share between threads; a stream is one answer's own."""
-
-    stop_token_ids: tuple[int, ...] = vocabulary.STOP_TOKEN_IDS
 
     def __init__(
         self, loaded: vocabulary.Vocabulary, *, today: datetime.date | None = None
@@ -79,14 +75,14 @@ class HarmonyFormat:
     def parse_chat(self, **inputs: Any) -> ChatRequest:
         return chat.parse_chat(**inputs)
 
-    def parse_text(self, text: bytes | str, **inputs: Any) -> ChatRequest:
+    def parse_text(self, text: str, **inputs: Any) -> ChatRequest:
         return chat.parse_chat(messages=chat.user_message(text), **inputs)
 
     def render_chat(self, request: ChatRequest) -> Prompt:
         return render.render_chat(self.vocabulary, request, self._today)
 
-    def render_raw(self, text: str, sampling: Mapping[str, Any]) -> Prompt:
-        return render.render_raw(self.vocabulary, text, sampling)
+    def render_raw(self, text: str) -> Prompt:
+        return render.render_raw(self.vocabulary, text)
 
     def stream_context(
         self, prompt: Prompt, request: ChatRequest | None, stop_words: Sequence[str] = ()

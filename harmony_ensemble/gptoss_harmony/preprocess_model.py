@@ -41,7 +41,7 @@ class TritonPythonModel:
             prompt = self._format.render_chat(request.chat)
         else:
             assert request.raw_prompt is not None
-            prompt = self._format.render_raw(request.raw_prompt, {})
+            prompt = self._format.render_raw(request.raw_prompt)
         sampling = dict(request.sampling)
         if not sampling.get("ignore_eos"):
             own = sampling.get("stop_token_ids", [])

@@ -48,14 +48,12 @@ def render_chat(
         rendering.add(author, "\n\n".join(sections))
     _add_history(rendering, messages)
     rendering.open("assistant")
-    return Prompt(tuple(rendering.token_ids), STOP_TOKEN_IDS, request.sampling)
+    return Prompt(tuple(rendering.token_ids), STOP_TOKEN_IDS)
 
 
-def render_raw(vocabulary: Vocabulary, text: str, sampling: Mapping[str, Any]) -> Prompt:
+def render_raw(vocabulary: Vocabulary, text: str) -> Prompt:
     """A prompt that its author wrote in Harmony: text that spells a control token becomes it."""
-    return Prompt(
-        tuple(vocabulary.encode_raw(check_text("text_input", text))), STOP_TOKEN_IDS, sampling
-    )
+    return Prompt(tuple(vocabulary.encode_raw(check_text("text_input", text))), STOP_TOKEN_IDS)
 
 
 def system_text(request: ChatRequest, today: datetime.date) -> str:

@@ -9,11 +9,15 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
-from gptoss_harmony.chat import MAX_CHAT_BYTES, parse_chat, user_message
-from gptoss_harmony.types import ChatRequest, InvalidChat, UnsupportedChat, shown
+from gptoss_harmony.chat import parse_chat, user_message
+from gptoss_harmony.types import ChatRequest, InvalidChat, UnsupportedChat, nearest, shown
+
+MAX_TEXT_BYTES = 4 * 2**20
+"""Of each text in a request."""
+MAX_STOP_TOKEN_IDS = 125
+"""The engine takes 128, and Harmony's three come on top."""
 
 # What goes to the engine as it is; the engine checks type and range.
 _SAMPLING = (
@@ -95,7 +99,7 @@ def read_request(
             if type(value) is not int or value < 0:
                 raise InvalidChat(f"timeout must be microseconds, got {shown(value)}")
         elif not name.startswith("triton_"):  # the server's own
-            raise InvalidChat(f"unknown field {name!r}{_nearest(name, _INPUTS)}")
+            raise InvalidChat(f"unknown field {name!r}{nearest(name, _INPUTS)}")
     fields = {name: _text(name, value) for name, value in inputs.items()}
     fields = _with_sampling_parameters(fields)
     _refuse_unbuilt(fields, _UNBUILT)
@@ -105,9 +109,15 @@ def read_request(
 def _request(fields: dict[str, Any]) -> EnsembleRequest:
     stream = fields.get("stream", False)
     sampling = {name: fields[name] for name in _SAMPLING if fields.get(name) is not None}
-    if not isinstance(sampling.get("stop_token_ids", []), list):
+    stop_token_ids = sampling.get("stop_token_ids", [])
+    if not isinstance(stop_token_ids, list):
         raise InvalidChat(
-            f"stop_token_ids must be a list of token ids, got {shown(sampling['stop_token_ids'])}"
+            f"stop_token_ids must be a list of token ids, got {shown(stop_token_ids)}"
+        )
+    if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidChat(
+            f"stop_token_ids must have at most {MAX_STOP_TOKEN_IDS} entries, "
+            f"got {len(stop_token_ids)}"
         )
     return_logprobs = fields.get("return_logprobs", False) or bool(fields.get("top_logprobs"))
     if return_logprobs or fields.get("return_cumulative_logprob"):
@@ -167,8 +177,8 @@ def _with_sampling_parameters(fields: dict[str, Any]) -> dict[str, Any]:
     values = _json_object("sampling_parameters", fields.pop("sampling_parameters", "") or "{}")
     for name in values:
         if name not in _VLLM_SHARED and name not in _VLLM_UNBUILT:
-            near = _nearest(name, (*_VLLM_SHARED, *_VLLM_UNBUILT))
-            raise InvalidChat(f"unknown field {shown(name)} in sampling_parameters{near}")
+            hint = nearest(name, (*_VLLM_SHARED, *_VLLM_UNBUILT))
+            raise InvalidChat(f"unknown field {shown(name)} in sampling_parameters{hint}")
     _refuse_unbuilt(values, _VLLM_UNBUILT)
     for name in _VLLM_SHARED:
         value = values.get(name)
@@ -209,8 +219,8 @@ def _text(name: str, value: Any) -> Any:
             f"{name} must be UTF-8, got byte 0x{value[error.start]:02x} at {error.start}: "
             f"{error.reason}"
         ) from None
-    if len(value) > MAX_CHAT_BYTES:
-        raise InvalidChat(f"{name} must be at most {MAX_CHAT_BYTES} bytes, got {len(value)}")
+    if len(value) > MAX_TEXT_BYTES:
+        raise InvalidChat(f"{name} must be at most {MAX_TEXT_BYTES} bytes, got {len(value)}")
     return text
 
 
@@ -229,8 +239,3 @@ def _agree(one: Any, other: Any) -> bool:
     if isinstance(one, float) and isinstance(other, numbers) and not isinstance(other, bool):
         return math.isclose(one, other, rel_tol=1e-6)  # one of them went through FP32
     return type(one) is type(other) and one == other
-
-
-def _nearest(name: str, known: tuple[str, ...]) -> str:
-    near = get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""

@@ -4,8 +4,9 @@ The engine's own types are not imported: between the two stand token ids and JSO
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Literal
 
 ReasoningEffort = Literal["low", "medium", "high"]
@@ -27,14 +28,11 @@ class ChatRequest:
 
     messages: OpenAI chat messages (role, content, name, tool_calls, tool_call_id, …).
     tools: OpenAI function tools, each {"type": "function", "function": {name, …}}.
-    sampling: engine parameters by name, passed on unseen.
     """
 
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     reasoning_effort: ReasoningEffort = "medium"
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    stream: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +41,6 @@ class Prompt:
 
     token_ids: tuple[int, ...]
     stop_token_ids: tuple[int, ...]
-    sampling: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,3 +77,9 @@ def check_text(path: str, value: object) -> str:
             f"{path} holds half a character (a lone surrogate) at position {error.start}"
         ) from None
     return value
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """`; did you mean 'x'?` for an unknown name, or nothing when no known name is near."""
+    near = get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""

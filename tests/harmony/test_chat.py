@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from gptoss_harmony.chat import (
-    MAX_CHAT_BYTES,
     MAX_STOP_WORDS,
     check_stop_words,
     parse_chat,
@@ -192,26 +191,18 @@ def test_what_is_not_built_is_named(given: Any, words: str) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (b"", "messages is empty; it must be JSON"),
+        ("", "messages is empty; it must be JSON"),
         (" \n", "messages is empty; it must be JSON"),
         ("[", "messages is not JSON: Expecting value at line 1, column 2"),
         ("[]", "messages must be a list of at least one message, got []"),
         ("{}", "messages must be a list of at least one message, got {}"),
         ('"Hi"', 'messages must be a list of at least one message, got "Hi"'),
-        (
-            b'[{"role": "user", "content": "\xff"}]',
-            "messages is not UTF-8: byte 0xff at position 30",
-        ),
         ('[{"role": "user", "content": NaN}]', "messages is not JSON: NaN is no JSON number"),
         ("[" * 200_000, "messages is nested too deeply"),
         ('[{"role": ' + "9" * 5000 + "}]", "messages is not JSON: "),
-        (
-            json.dumps([{"role": "user", "content": "x" * 10 * 2**20}]),
-            f"messages must be at most {MAX_CHAT_BYTES} bytes of JSON, got 10485",
-        ),
     ],
 )
-def test_what_is_no_list_of_messages_is_refused_in_words(text: bytes | str, words: str) -> None:
+def test_what_is_no_list_of_messages_is_refused_in_words(text: str, words: str) -> None:
     with pytest.raises(InvalidChat) as refused:
         parse_chat(messages=text)
     assert words in str(refused.value)
@@ -269,33 +260,27 @@ def test_tools_that_are_not_built_are_named(given: Any) -> None:
 
 def test_a_chat_with_everything() -> None:
     request = parse_chat(
-        messages=json.dumps([USER, CALLING, RESULT]).encode(),
+        messages=json.dumps([USER, CALLING, RESULT]),
         tools=json.dumps([TOOL, tool(name="g", description=None, parameters=None, strict=False)]),
         tool_choice="auto",
         reasoning_effort="high",
         response_format='{"type": "text"}',
         parallel_tool_calls=True,
-        sampling={"temperature": 0.5},
-        stream=True,
     )
     assert [message["role"] for message in request.messages] == ["user", "assistant", "tool"]
     assert tool_names(request) == ("f", "g")
     assert request.tools[0] == TOOL
     assert request.reasoning_effort == "high"
-    assert request.sampling == {"temperature": 0.5}
-    assert request.stream
 
 
 def test_what_is_not_given_has_its_default() -> None:
     request = parse_chat(messages=json.dumps([USER]))
     assert request.tools == ()
     assert request.reasoning_effort == "medium"
-    assert request.sampling == {}
-    assert not request.stream
 
 
-@pytest.mark.parametrize("choice", ["none", '"none"', b"none"])
-def test_tool_choice_none_offers_no_tools(choice: bytes | str) -> None:
+@pytest.mark.parametrize("choice", ["none", '"none"'])
+def test_tool_choice_none_offers_no_tools(choice: str) -> None:
     request = parse_chat(messages=json.dumps([USER]), tools=json.dumps([TOOL]), tool_choice=choice)
     assert request.tools == ()
 
@@ -324,12 +309,12 @@ def test_a_bad_choice_is_refused_by_name(field: str, value: Any, kind: type[Inva
 
 
 def test_a_plain_text_is_one_users_message() -> None:
-    request = parse_chat(messages=user_message('Say "<|end|>" ü'.encode()))
+    request = parse_chat(messages=user_message('Say "<|end|>" ü'))
     assert request.messages == ({"role": "user", "content": 'Say "<|end|>" ü'},)
     with pytest.raises(InvalidChat, match="text_input is empty"):
         user_message("")
-    with pytest.raises(InvalidChat, match="text_input is not UTF-8: byte 0xff at position 2"):
-        user_message(b"Hi\xff")
+    with pytest.raises(InvalidChat, match="text_input holds half a character"):
+        user_message("Hi\udcff")
 
 
 def test_checking_is_linear() -> None:
@@ -345,12 +330,12 @@ def test_checking_is_linear() -> None:
 
 
 def test_stop_words_have_limits() -> None:
-    assert check_stop_words([b"END", "ü"]) == ("END", "ü")
+    assert check_stop_words(["END", "ü"]) == ("END", "ü")
     for bad, words in [
         (["x"] * (MAX_STOP_WORDS + 1), f"at most {MAX_STOP_WORDS} texts, got {MAX_STOP_WORDS + 1}"),
         (["a", ""], r"stop_words\[1\] must have 1 to 256 characters, got 0"),
         (["a" * 257], r"stop_words\[0\] must have 1 to 256 characters, got 257"),
-        ([b"\xff"], r"stop_words\[0\] is not UTF-8"),
+        (["\udcff"], r"stop_words\[0\] holds half a character"),
     ]:
         with pytest.raises(InvalidChat, match=words):
             check_stop_words(bad)

@@ -3,7 +3,7 @@ import json
 from importlib.metadata import entry_points
 
 from gptoss_harmony.format import ChatFormat, HarmonyFormat
-from gptoss_harmony.vocabulary import STOP_TOKEN_IDS, Vocabulary
+from gptoss_harmony.vocabulary import Vocabulary
 
 MESSAGES = json.dumps([{"role": "user", "content": "Hi"}])
 TOOLS = json.dumps([{"type": "function", "function": {"name": "f"}}])
@@ -13,7 +13,8 @@ def test_the_entry_point_loads_harmony(loaded: Vocabulary) -> None:
     [entry] = entry_points(group="gptoss.formats", name="harmony")
     assert entry.load() is HarmonyFormat
     chat_format: ChatFormat = HarmonyFormat.load()
-    assert chat_format.stop_token_ids == STOP_TOKEN_IDS == (200_002, 200_012, 199_999)
+    prompt = chat_format.render_chat(chat_format.parse_text("Hi"))
+    assert prompt.stop_token_ids == (200_002, 200_012, 199_999)
 
 
 def test_a_chat_through_the_interface(loaded: Vocabulary) -> None:
@@ -44,7 +45,7 @@ def test_a_text_is_one_users_message(loaded: Vocabulary) -> None:
 
 def test_a_raw_prompt_goes_on_where_it_leaves_off(loaded: Vocabulary) -> None:
     chat_format = HarmonyFormat(loaded)
-    prompt = chat_format.render_raw("<|start|>assistant<|channel|>final<|message|>The answer", {})
+    prompt = chat_format.render_raw("<|start|>assistant<|channel|>final<|message|>The answer")
     stream = chat_format.stream(chat_format.stream_context(prompt, None))
     deltas = stream.push(loaded.encode_raw(" is 4.<|return|>"), "stop")
     assert [(delta.channel, delta.text) for delta in deltas] == [

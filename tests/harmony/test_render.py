@@ -240,20 +240,15 @@ def test_the_date_is_todays_unless_given(loaded: Vocabulary) -> None:
     assert f"Current date: {datetime.date.today().isoformat()}" in loaded.decode(token_ids)
 
 
-def test_sampling_passes_unseen(loaded: Vocabulary) -> None:
-    assert render_chat(loaded, chat(user(), sampling={"x": 1})).sampling == {"x": 1}
-    assert render_raw(loaded, "x", {"y": 2}).sampling == {"y": 2}
-
-
 def test_a_raw_prompt_has_its_control_tokens(loaded: Vocabulary) -> None:
     text = rendered(loaded, user("Hi"), tools=[WEATHER])
-    prompt = render_raw(loaded, text, {})
+    prompt = render_raw(loaded, text)
     assert (
         prompt.token_ids == render_chat(loaded, chat(user("Hi"), tools=[WEATHER]), TODAY).token_ids
     )
     assert prompt.stop_token_ids == STOP_TOKEN_IDS
     with pytest.raises(InvalidChat, match="lone surrogate"):
-        render_raw(loaded, "\udcff", {})
+        render_raw(loaded, "\udcff")
 
 
 TEXT = st.one_of(

@@ -1,11 +1,11 @@
 """The ensemble's inputs to one request: names, agreement, neutral values, limits."""
 
+import json
 from typing import Any
 
 import pytest
 
-from gptoss_harmony.chat import MAX_CHAT_BYTES
-from gptoss_harmony.request import EnsembleRequest, read_request
+from gptoss_harmony.request import MAX_TEXT_BYTES, EnsembleRequest, read_request
 from gptoss_harmony.types import InvalidChat, UnsupportedChat
 
 
@@ -145,11 +145,37 @@ def test_a_raw_prompt_stands_alone(name: str) -> None:
         _read(raw_prompt=True, **{name: b"x"})
 
 
-def test_texts_have_a_limit() -> None:
-    assert _read(text_input=b"a " * (MAX_CHAT_BYTES // 4)).chat is not None
-    for inputs in ({"raw_prompt": True}, {}):
-        with pytest.raises(InvalidChat, match=f"text_input must be at most {MAX_CHAT_BYTES} bytes"):
-            _read(text_input=b"a" * (MAX_CHAT_BYTES + 1), **inputs)
+@pytest.mark.parametrize("text", ["a ", "中", '"'])
+def test_a_text_may_be_as_long_as_the_limit_whatever_it_spells(text: str) -> None:
+    text *= MAX_TEXT_BYTES // len(text.encode())
+    request = _read(text_input=text.encode())
+    assert request.chat is not None
+    assert request.chat.messages[0]["content"] == text
+
+
+@pytest.mark.parametrize(
+    "name", ["text_input", "messages", "tools", "tool_choice", "response_format", "stop_words"]
+)
+@pytest.mark.parametrize("is_raw", [False, True])
+def test_no_text_is_longer_than_the_limit(name: str, is_raw: bool) -> None:
+    sentence = f"^{name} must be at most {MAX_TEXT_BYTES} bytes, got {MAX_TEXT_BYTES + 1}$"
+    with pytest.raises(InvalidChat, match=sentence):
+        _read(raw_prompt=is_raw, **{name: b"a" * (MAX_TEXT_BYTES + 1)})
+
+
+@pytest.mark.parametrize("name", ["text_input", "messages", "tool_choice", "stop_words"])
+def test_every_text_is_utf8(name: str) -> None:
+    with pytest.raises(InvalidChat, match=f"^{name} must be UTF-8, got byte 0xff at 2: invalid"):
+        _read(**{name: [b"Hi\xff"] if name == "stop_words" else b"Hi\xff"})
+
+
+def test_the_formats_own_stop_ids_fit_beside_the_users() -> None:
+    """The engine takes 128, of which three are Harmony's."""
+    token_ids = [*range(126)]
+    request = _read(sampling_parameters=json.dumps({"stop_token_ids": token_ids[1:]}).encode())
+    assert request.sampling["stop_token_ids"] == token_ids[1:]
+    with pytest.raises(InvalidChat, match="stop_token_ids must have at most 125 entries, got 126"):
+        _read(sampling_parameters=json.dumps({"stop_token_ids": token_ids}).encode())
 
 
 def test_deep_json_is_refused_and_not_a_crash() -> None:

@@ -80,7 +80,7 @@ def _generate_text(
 ) -> None:
     try:
         chat = None if raw else chat_format.parse_text(text, reasoning_effort=effort)
-        prompt = chat_format.render_raw(text, {}) if raw else chat_format.render_chat(chat)
+        prompt = chat_format.render_raw(text) if raw else chat_format.render_chat(chat)
     except ValueError as error:
         # Formats refuse a chat with ValueErrors of their own.
         raise InvalidRequest(str(error)) from error
