@@ -1,8 +1,8 @@
-"""`python -m gptoss_backend.launch SERVER ARGUMENTS…` becomes tritonserver, tied to its parent.
+"""`python -m gptoss_backend.launch PARENT SERVER ARGUMENTS…` becomes tritonserver, tied to PARENT.
 
 The process keeps its id over exec, so that the server's shared memory carries the id of the very
 process that owns it (`sweep_shared_memory` in server.py frees what a dead one left), and it gets
-SIGTERM when its parent thread dies: no orphan holds ports and memory.
+SIGTERM when its parent thread dies: no orphan holds ports and memory. PARENT is the parent's id.
 """
 
 import ctypes
@@ -21,8 +21,10 @@ def shared_memory_prefix(pid: int) -> str:
 
 
 def main() -> None:
-    server, *arguments = sys.argv[1:]
+    parent, server, *arguments = sys.argv[1:]
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != int(parent):
+        sys.exit("the process that asked for this server has died")  # before it could be watched
     prefix = shared_memory_prefix(os.getpid())
     arguments.append(f"--backend-config=python,shm-region-prefix-name={prefix}")
     os.execv(server, [server, *arguments])

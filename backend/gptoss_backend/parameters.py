@@ -52,7 +52,7 @@ def drain_order(parameters: Parameters) -> tuple[str, float]:
     if not isinstance(key, str):
         raise InvalidRequest(f"drain must be text, got {key!r}")
     is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if not (is_number and 0 <= seconds <= _MAX_DRAIN_SECONDS):
+    if seconds is None or not (is_number and 0 <= seconds <= _MAX_DRAIN_SECONDS):
         raise InvalidRequest(
             f"seconds must be a number in [0, {_MAX_DRAIN_SECONDS:g}], got {seconds!r}"
         )

@@ -1,4 +1,4 @@
-"""A tritonserver of our own: found, assembled, started, watched, drained, stopped.
+"""A tritonserver of our own: started, watched, drained, stopped.
 
     with TritonServer(EngineConfig(), Ports.free()) as server:
         server.wait_ready(120)
@@ -9,7 +9,7 @@ The server runs as a child in its own session, so that a terminal's Ctrl-C reach
 gets a copy of the model repository with the configuration written in.
 """
 
-import importlib.metadata
+import http.client
 import json
 import os
 import re
@@ -17,20 +17,25 @@ import secrets
 import shutil
 import signal
 import socket
-import stat
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from gptoss_backend.installation import (
+    Installation,
+    ServerError,
+    find_installation,
+    write_model_repository,
+)
 from gptoss_backend.launch import shared_memory_prefix
 from gptoss_engine.config import EngineConfig
 
@@ -38,14 +43,11 @@ CONTROL_KEY_VARIABLE = "GPTOSS_CONTROL_KEY"
 _SHARED_MEMORY = Path("/dev/shm")
 _POLL_SECONDS = 0.1
 _LOG_TAIL_BYTES = 2**16
+_TOKENS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total(?:{.*})? (\S+)$", re.MULTILINE)
 # A proxy that the environment names is no way to this machine.
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 # A Python model's exception as the server's log ends with it.
 _REFUSAL = re.compile(r"loading failed with error: .*Internal: (\w+: )?(?P<sentence>.+)")
-
-
-class ServerError(RuntimeError):
-    """The server cannot be started or has failed: a sentence, with the log's last lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,111 +89,6 @@ class Ports:
         """What a client on this machine connects to, for instance `127.0.0.1:8001`."""
         host = "127.0.0.1" if self.host == "0.0.0.0" else self.host
         return f"{host}:{getattr(self, name)}"
-
-
-@dataclass(frozen=True, slots=True)
-class Installation:
-    """A tritonserver, and what it needs to find: None and () where it finds all by itself."""
-
-    executable: Path
-    backend_folder: Path | None = None
-    library_folders: tuple[Path, ...] = ()
-
-
-def cache_folder() -> Path:
-    """$GPTOSS_CACHE, else $XDG_CACHE_HOME/gptoss, else ~/.cache/gptoss."""
-    if chosen := os.environ.get("GPTOSS_CACHE"):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gptoss"
-
-
-def find_installation() -> Installation:
-    """The server on PATH (NVIDIA's images), else the one in the `nvidia-pytriton` wheel."""
-    on_path = shutil.which("tritonserver")
-    if on_path:
-        return Installation(Path(on_path))
-    try:
-        wheel = importlib.metadata.distribution("nvidia-pytriton")
-    except importlib.metadata.PackageNotFoundError:
-        raise ServerError(
-            "no tritonserver found: run inside an NVIDIA Triton image, or install the server's "
-            "wheel with `pip install 'gptoss-backend[server]'` (Python 3.11 or 3.12)"
-        ) from None
-    numpy_version = importlib.metadata.version("numpy")
-    if int(numpy_version.split(".")[0]) >= 2:
-        raise ServerError(
-            f"the tritonserver in the nvidia-pytriton wheel needs numpy < 2, found {numpy_version}:"
-            " its Python backend would corrupt tensors. Install with `pip install 'numpy<2'`"
-        )
-    server = Path(str(wheel.locate_file("pytriton/tritonserver")))
-    libraries = (
-        Path(str(wheel.locate_file("nvidia_pytriton.libs"))),
-        Path(sysconfig.get_config_var("LIBDIR")),
-    )
-    return Installation(
-        server / "bin" / "tritonserver", _assemble_backend(server, wheel.version), libraries
-    )
-
-
-def _assemble_backend(server: Path, version: str) -> Path:
-    """The Python backend's three files side by side, the stub being that of this Python version.
-
-    Made once in the cache folder; the rename makes it whole or absent for everybody else.
-    """
-    python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    folder = cache_folder() / f"tritonserver-backends-{version}-python{python}"
-    if folder.is_dir():
-        return folder
-    stub = server / "python_backend_stubs" / python / "triton_python_backend_stub"
-    if not stub.is_file():
-        raise ServerError(
-            f"the tritonserver in the nvidia-pytriton {version} wheel has no stub for Python "
-            f"{python}: use Python 3.11 or 3.12"
-        )
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=folder.name, dir=folder.parent))
-    backend = staging / "python"
-    backend.mkdir()
-    shutil.copy(server / "backends" / "python" / "libtriton_python.so", backend)
-    shutil.copy(server / "backends" / "python" / "triton_python_backend_utils.py", backend)
-    copied = Path(shutil.copy(stub, backend))
-    copied.chmod(copied.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
-    try:
-        staging.rename(folder)
-    except OSError:
-        shutil.rmtree(staging)
-        if not folder.is_dir():
-            raise
-    return folder
-
-
-def model_repository() -> Path:
-    """The repository that this package carries: in a wheel inside it, in a checkout beside it."""
-    packaged = Path(__file__).parent / "model_repository"
-    return packaged if packaged.is_dir() else Path(__file__).parents[2] / "model_repository"
-
-
-def write_model_repository(folder: Path, config: EngineConfig) -> None:
-    """A copy of the model repository with `config` as the models' parameters."""
-    shutil.copytree(model_repository(), folder, ignore=shutil.ignore_patterns("__pycache__"))
-    values = {
-        name: str(value).lower() if isinstance(value, bool) else str(value)
-        for name, value in asdict(config).items()
-    }
-    _append_parameters(folder / "gpt_oss_engine", values)
-    for name in ("harmony_preprocess", "harmony_postprocess"):
-        # They look for the vocabulary in the checkpoint.
-        _append_parameters(folder / name, {"model": values["model"]})
-
-
-def _append_parameters(model_folder: Path, values: Mapping[str, str]) -> None:
-    # JSON's escapes are protobuf text format's, as long as the text stays UTF-8.
-    entries = [
-        f'  {{ key: "{name}" value {{ string_value: {json.dumps(value, ensure_ascii=False)} }} }}'
-        for name, value in values.items()
-    ]
-    with (model_folder / "config.pbtxt").open("a", encoding="utf-8") as file:
-        file.write("parameters [\n" + ",\n".join(entries) + "\n]\n")
 
 
 def sweep_shared_memory() -> None:
@@ -265,7 +162,8 @@ class TritonServer:
 
     def _command(self, installation: Installation) -> list[str]:
         command = [
-            *(sys.executable, "-m", "gptoss_backend.launch", str(installation.executable)),
+            *(sys.executable, "-m", "gptoss_backend.launch", str(os.getpid())),
+            str(installation.executable),
             f"--model-repository={self._folder / 'models'}",
             *("--model-control-mode=explicit", "--load-model=gpt_oss"),
             *("--disable-auto-complete-config", "--exit-timeout-secs=2"),
@@ -294,15 +192,20 @@ class TritonServer:
     ) -> None:
         """Until a real inference went through the ensemble. on_progress gets seconds so far."""
         started = time.monotonic()
+        inference: Future[bool] | None = None
         while True:
             elapsed = time.monotonic() - started
             self.check()
             if elapsed >= seconds:
-                raise self._failure(f"tritonserver was not ready within {seconds:g} seconds")
+                raise self.failure(f"tritonserver was not ready within {seconds:g} seconds")
             on_progress(elapsed)
-            if self._is_http_ready() and self._answers(max(1.0, seconds - elapsed)):
+            if inference is None and self._is_http_ready():
                 self.model_processes = _children(self.pid)
-                return
+                inference = self._start_first_inference(max(1.0, seconds - elapsed))
+            elif inference is not None and inference.done():
+                if inference.result():
+                    return
+                inference = None
             time.sleep(_POLL_SECONDS)
 
     def check(self) -> None:
@@ -311,25 +214,27 @@ class TritonServer:
         code = self._process.poll()
         if code is not None:
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
-            raise self._failure(f"tritonserver ended by itself ({how})")
+            raise self.failure(f"tritonserver ended by itself ({how})")
         # The 2.51 server stays "ready" over a dead stub and never restarts it.
         if dead := [pid for pid in self.model_processes if not _is_running(pid)]:
-            raise self._failure(f"{len(dead)} of tritonserver's model processes died")
+            raise self.failure(f"{len(dead)} of tritonserver's model processes died")
 
-    def check_responds(self, seconds: float) -> None:
-        """Raise ServerError if the server answers nothing any more.
-
-        After heap corruption the 2.51 server was seen to hang in its signal handler forever.
-        """
-        self.check()
+    def computes(self, seconds: float) -> bool:
+        """Whether a token comes out of the ensemble within `seconds`: one that is asked for now."""
         try:
-            with _DIRECT.open(f"http://{self.ports.url('http')}/v2/health/live", timeout=seconds):
-                pass
-        except OSError as error:
-            self.check()
-            raise self._failure(
-                f"tritonserver hangs: no answer within {seconds:g} seconds"
-            ) from error
+            return self._compute_token(seconds)
+        except (OSError, ValueError):
+            return False
+
+    def num_tokens(self, seconds: float) -> float | None:
+        """Tokens read and generated so far, or None if the server does not say it in `seconds`."""
+        url = f"http://{self.ports.url('metrics')}/metrics"
+        try:
+            with _DIRECT.open(url, timeout=seconds) as response:
+                found = _TOKENS.findall(response.read().decode())
+        except (OSError, ValueError):
+            return None
+        return sum(map(float, found)) if found else None
 
     def drain(self, seconds: float) -> bool:
         """Refuse new requests and let running generations finish; abort those left after `seconds`.
@@ -342,6 +247,17 @@ class TritonServer:
         except (OSError, ValueError):
             return False
         return answer["finish_reason"] == "stop"
+
+    def failure(self, what: str) -> ServerError:
+        """`what`, with a model's own sentence where it refused to load, else with the log's end."""
+        self._failed = True
+        with self.log_path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
+            log = file.read().decode("utf-8", "replace")
+        if refusal := _REFUSAL.search(log):
+            return ServerError(f"{refusal['sentence']} (log {self.log_path})")
+        tail = "\n".join(log.splitlines()[-20:])
+        return ServerError(f"{what}. The end of its log, {self.log_path}:\n{tail}")
 
     def stop(self, seconds: float = 4.0) -> None:
         """SIGTERM, and SIGKILL to what is left after `seconds`. Generations running now are cut."""
@@ -367,16 +283,27 @@ class TritonServer:
         except OSError:
             return False
 
-    def _answers(self, seconds: float) -> bool:
+    def _start_first_inference(self, seconds: float) -> Future[bool]:
+        """In a thread, because a model's process may die or hang over it."""
+        thread = ThreadPoolExecutor(1)
         try:
-            self._post("gpt_oss", {"text_input": "Hello", "max_tokens": 1}, seconds)
+            return thread.submit(self._first_inference, seconds)
+        finally:
+            thread.shutdown(wait=False)
+
+    def _first_inference(self, seconds: float) -> bool:
+        try:
+            return self._compute_token(seconds)
         except urllib.error.HTTPError as error:
-            raise self._failure(
+            raise self.failure(
                 f"the first inference failed: {error.read().decode(errors='replace')}"
             ) from error
         except OSError:
             return False
-        return True
+
+    def _compute_token(self, seconds: float) -> bool:
+        request = {"text_input": "Hello", "max_tokens": 1, "timeout": int(seconds * 1e6)}
+        return self._post("gpt_oss", request, seconds).get("num_output_tokens") == 1
 
     def _post(self, model: str, body: dict[str, Any], seconds: float) -> dict[str, Any]:
         request = urllib.request.Request(
@@ -384,26 +311,19 @@ class TritonServer:
             data=json.dumps(body).encode(),
             headers={"Content-Type": "application/json"},
         )
-        with _DIRECT.open(request, timeout=seconds) as response:
-            return json.load(response)
-
-    def _failure(self, what: str) -> ServerError:
-        """With a model's own sentence where it refused to load, else with the log's end."""
-        self._failed = True
-        with self.log_path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
-            log = file.read().decode("utf-8", "replace")
-        if refusal := _REFUSAL.search(log):
-            return ServerError(f"{refusal['sentence']} (log {self.log_path})")
-        tail = "\n".join(log.splitlines()[-20:])
-        return ServerError(f"{what}. The end of its log, {self.log_path}:\n{tail}")
+        try:
+            with _DIRECT.open(request, timeout=seconds) as response:
+                return json.load(response)
+        except http.client.HTTPException as error:
+            raise ConnectionError(f"half an answer: {error}") from error
 
 
 def _children(pid: int) -> frozenset[int]:
     children = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with suppress(OSError):
-            children += (task / "children").read_text().split()
+    with suppress(OSError):  # the process, or a thread of it, has ended by now
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):
+                children += (task / "children").read_text().split()
     return frozenset(map(int, children))
 
 

@@ -8,26 +8,22 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from gptoss_backend import installation
 from gptoss_backend.client import ChatClient, RequestFailed
+from gptoss_backend.installation import ServerError, model_repository
 from gptoss_backend.launch import shared_memory_prefix
-from gptoss_backend.server import (
-    Ports,
-    ServerError,
-    TritonServer,
-    find_installation,
-    model_repository,
-    sweep_shared_memory,
-    write_model_repository,
-)
+from gptoss_backend.pulse import Pulse
+from gptoss_backend.server import Ports, TritonServer, sweep_shared_memory
 from gptoss_engine.config import EngineConfig
 
-from .clients import Client
+from .clients import Client, eventually
 from .conftest import START_SECONDS
 
 _REGIONS = Path("/dev/shm")
@@ -68,38 +64,15 @@ def test_free_ports_are_three() -> None:
     assert len({ports.http, ports.grpc, ports.metrics}) == 3
 
 
-def test_configuration_reaches_the_engine_model(tmp_path: Path) -> None:
-    odd = 'quote " back\\slash é'
-    write_model_repository(tmp_path / "models", EngineConfig(model=odd, max_num_seqs=3))
-    text = (tmp_path / "models" / "gpt_oss_engine" / "config.pbtxt").read_text(encoding="utf-8")
-    assert '{ key: "max_num_seqs" value { string_value: "3" } }' in text
-    assert '{ key: "enable_prefix_caching" value { string_value: "false" } }' in text
-    assert 'string_value: "quote \\" back\\\\slash é"' in text
-
-
-def test_backend_folder_is_assembled_once_and_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("GPTOSS_CACHE", str(tmp_path))
-    monkeypatch.setenv("PATH", "")
-    first = find_installation()
-    assert first.backend_folder is not None
-    stub = first.backend_folder / "python" / "triton_python_backend_stub"
-    assert os.access(stub, os.X_OK)
-    made_at = stub.stat().st_mtime_ns
-    assert find_installation() == first
-    assert stub.stat().st_mtime_ns == made_at
-    assert [each.name for each in tmp_path.iterdir()] == [first.backend_folder.name]
-
-
-def test_server_on_path_is_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    executable = tmp_path / "tritonserver"
-    executable.write_text("#!/bin/sh\n")
-    executable.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    found = find_installation()
-    assert found.executable == executable
-    assert found.backend_folder is None
+def test_a_server_whose_parent_has_died_is_not_started(tmp_path: Path) -> None:
+    trace = tmp_path / "started"
+    server = tmp_path / "server"
+    server.write_text(f"#!/bin/sh\ntouch {trace}\n")
+    server.chmod(0o755)
+    for parent, code in ((os.getpid() + 1, 1), (os.getpid(), 0)):
+        command = [sys.executable, "-m", "gptoss_backend.launch", str(parent), str(server)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, trace.exists()) == (code, not code), done.stderr
 
 
 def test_sweep_frees_regions_of_dead_servers_alone() -> None:
@@ -124,12 +97,7 @@ def test_sweep_frees_regions_of_dead_servers_alone() -> None:
 def test_dead_model_process_is_reported() -> None:
     with TritonServer(EngineConfig(), Ports.free()) as server:
         server.wait_ready(START_SECONDS)
-        stub = next(
-            pid
-            for pid in server.model_processes
-            if b"gpt_oss_engine" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        )
-        os.kill(stub, signal.SIGKILL)
+        os.kill(_engine_process(server), signal.SIGKILL)
         failure = _wait_for_failure(server)
         pid = server.pid
     assert "1 of tritonserver's model processes died" in failure
@@ -144,39 +112,71 @@ def test_dead_model_process_is_reported() -> None:
 def test_hanging_server_is_reported_and_killed() -> None:
     with TritonServer(EngineConfig(), Ports.free()) as server:
         server.wait_ready(START_SECONDS)
-        server.check_responds(5)
+        assert server.computes(60)
+        eventually(lambda: (server.num_tokens(5) or 0) > 0, 5)
         os.kill(server.pid, signal.SIGSTOP)
-        with pytest.raises(ServerError, match=r"hangs: no answer within 0\.5 seconds"):
-            server.check_responds(0.5)
+        with Pulse(server, 0.5) as pulse:
+            failure = _wait_for_failure(pulse)
+        assert "hangs: no token was computed within 0.5 seconds" in failure
         server.stop(seconds=0.5)
         assert not (Path("/proc") / str(server.pid)).exists()
     shutil.rmtree(server.log_path.parent)
 
 
-def _wait_for_failure(server: TritonServer) -> str:
+@pytest.mark.server
+def test_a_model_that_dies_over_the_first_inference_is_reported_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = _models_with_engine(tmp_path, _STUCK)
+    monkeypatch.setattr(installation, "model_repository", lambda: models)
+    killed_at: list[float] = []
+    with TritonServer(EngineConfig(), Ports.free(), tmp_path / "log") as server:
+
+        def kill_the_engine(_elapsed: float) -> None:
+            if server.model_processes and not killed_at:
+                os.kill(_engine_process(server), signal.SIGKILL)
+                killed_at.append(time.monotonic())
+
+        with pytest.raises(ServerError, match=r"model processes died|first inference failed"):
+            server.wait_ready(START_SECONDS, kill_the_engine)
+        assert time.monotonic() - killed_at[0] < 5
+
+
+def _engine_process(server: TritonServer) -> int:
+    return next(
+        pid
+        for pid in server.model_processes
+        if b"gpt_oss_engine" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
+
+
+def _wait_for_failure(watched: TritonServer | Pulse) -> str:
     pause = threading.Event()
-    for _ in range(100):
+    for _ in range(200):
         try:
-            server.check()
+            watched.check()
         except ServerError as error:
             return str(error)
         pause.wait(0.05)
-    pytest.fail("the death of a model process was not noticed")
+    pytest.fail("the death was not noticed")
 
 
 @contextmanager
-def _serving(ports: Ports, log: Path, models: Path) -> Iterator[subprocess.Popen[str]]:
+def _serving(
+    ports: Ports, log: Path, models: Path, *options: str
+) -> Iterator[subprocess.Popen[str]]:
     """`gptoss serve` of a model repository in a process of its own, once it said it is ready."""
     program = f"""
 from pathlib import Path
-from gptoss_backend import cli, server
-server.model_repository = lambda: Path({str(models)!r})
+from gptoss_backend import cli, installation
+installation.model_repository = lambda: Path({str(models)!r})
 cli.main()
 """
     command = [
         *(sys.executable, "-c", program, "serve"),
         *("--http-port", str(ports.http), "--grpc-port", str(ports.grpc)),
         *("--metrics-port", str(ports.metrics), "--log-file", str(log)),
+        *options,
     ]
     with subprocess.Popen(
         command,
@@ -222,16 +222,43 @@ def run(self, step):
         raise RuntimeError("the device fell off")
     return sound(self, step)
 Runner.run = run
+from gptoss_backend.metrics import EngineMetrics
+def flush(self, stats):
+    raise RuntimeError("the server takes no more numbers")
+EngineMetrics.flush = flush
 from gptoss_backend.engine_model import TritonPythonModel
 """
+_STUCK = """
+import threading
+from gptoss_engine.runner import Runner
+Runner.run = lambda self, step: threading.Event().wait()
+from gptoss_backend.engine_model import TritonPythonModel
+"""
+_STUCK_LATER = """
+import threading
+from gptoss_engine.runner import Runner
+sound = Runner.run
+def run(self, step):
+    if any(item.sequence.num_prompt_tokens == 7 for item in step.items):
+        threading.Event().wait()
+    return sound(self, step)
+Runner.run = run
+from gptoss_backend.engine_model import TritonPythonModel
+"""
+
+
+def _models_with_engine(folder: Path, engine: str) -> Path:
+    """The model repository with another text for the engine's model.py."""
+    models = folder / "models"
+    shutil.copytree(model_repository(), models)
+    (models / "gpt_oss_engine" / "1" / "model.py").write_text(engine)
+    return models
 
 
 @pytest.mark.server
 def test_a_broken_engine_tells_everybody_and_ends_the_server(tmp_path: Path) -> None:
     ports = Ports.free()
-    models = tmp_path / "models"
-    shutil.copytree(model_repository(), models)
-    (models / "gpt_oss_engine" / "1" / "model.py").write_text(_POISON)
+    models = _models_with_engine(tmp_path, _POISON)
     with (
         _serving(ports, tmp_path / "log", models) as serve,
         ChatClient(ports.url("grpc")) as bystander,
@@ -247,6 +274,22 @@ def test_a_broken_engine_tells_everybody_and_ends_the_server(tmp_path: Path) -> 
         assert serve.wait(20) == 1
         assert serve.stderr is not None
         assert "model processes died" in serve.stderr.read()
+    ports.check_free()
+
+
+@pytest.mark.server
+def test_an_engine_that_hangs_ends_the_server(tmp_path: Path) -> None:
+    ports = Ports.free()
+    models = _models_with_engine(tmp_path, _STUCK_LATER)
+    with (
+        _serving(ports, tmp_path / "log", models, "--probe-seconds", "2") as serve,
+        ChatClient(ports.url("grpc")) as culprit,
+    ):
+        with pytest.raises(RequestFailed):
+            list(culprit.stream("gpt_oss_engine", {"input_ids": [1, 2, 3, 4, 5, 6, 7]}))
+        assert serve.wait(20) == 1
+        assert serve.stderr is not None
+        assert "hangs: no token was computed within 2 seconds" in serve.stderr.read()
     ports.check_free()
 
 

@@ -15,7 +15,7 @@ from gptoss_backend.cli.errors import CommandFailed
 from gptoss_backend.cli.generate import generate
 from gptoss_backend.cli.inspect import inspect
 from gptoss_backend.cli.serve import serve
-from gptoss_backend.server import ServerError
+from gptoss_backend.installation import ServerError
 from gptoss_engine.config import InvalidConfig
 from gptoss_engine.model_config import InvalidCheckpoint
 from gptoss_engine.types import InvalidRequest

@@ -11,11 +11,11 @@ from rich.console import Console
 
 from gptoss_backend.cli.errors import CommandFailed
 from gptoss_backend.cli.options import with_engine_config
+from gptoss_backend.pulse import Pulse
 from gptoss_backend.server import Ports, TritonServer
 from gptoss_engine.config import EngineConfig
 
 _CHECK_SECONDS = 0.5
-_RESPONDS_SECONDS = 30.0
 
 
 @with_engine_config
@@ -31,6 +31,14 @@ def serve(
     start_seconds: Annotated[
         float, typer.Option(min=1, help="How long the first inference may take to come.")
     ] = 600.0,
+    probe_seconds: Annotated[
+        float,
+        typer.Option(
+            min=1,
+            help="A server that computes no token in this time, though one was asked for, hangs: "
+            "it is stopped. Must be longer than any step of the engine.",
+        ),
+    ] = 60.0,
     log_file: Annotated[
         Path | None, typer.Option(help="The server's log. [default: in a temporary folder]")
     ] = None,
@@ -47,12 +55,10 @@ def serve(
             f"ready: HTTP http://{ports.url('http')}, gRPC {ports.url('grpc')}, "
             f"metrics http://{ports.url('metrics')}/metrics, log {server.log_path}"
         )
-        responded_at = time.monotonic()
-        while not stopping.wait(_CHECK_SECONDS):
-            server.check()
-            if time.monotonic() - responded_at > _RESPONDS_SECONDS:
-                server.check_responds(_RESPONDS_SECONDS)
-                responded_at = time.monotonic()
+        with Pulse(server, probe_seconds) as pulse:
+            while not stopping.wait(_CHECK_SECONDS):
+                server.check()
+                pulse.check()
         console.print(f"draining for at most {drain_seconds:g} seconds; a second signal ends it")
         started = time.monotonic()
         if not server.drain(drain_seconds):
