@@ -18,16 +18,22 @@ from gptoss_harmony.format import HarmonyFormat
 from gptoss_harmony.preprocess_model import model_folder
 
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-# The engine is never silent for a second while a generation is open.
+# Of silence. The engine speaks every 0.3 s, with n > 60 open generations every n / 200 s.
 _TIME_TO_LIVE_SECONDS = 300.0
 
 logger = logging.getLogger(__name__)
 
 
 class _Generation:
-    def __init__(self, answer: Answer) -> None:
-        self.answer = answer
-        self.is_aborted = False
+    """answer: None until the first response was read.
+
+    end_reason: why the engine shall end it before its time; the client hears nothing more.
+    """
+
+    def __init__(self) -> None:
+        self.answer: Answer | None = None
+        self.end_reason: Literal["abort", "stop"] | None = None
+        self.is_engine_told = False
         self.seen_at = time.monotonic()
 
 
@@ -42,43 +48,51 @@ class TritonPythonModel:
         for request in requests:
             sender = request.get_response_sender()
             try:
-                self._handle(request, sender)
+                sender.send(self._handle(request), flags=_FINAL)
             except Exception as error:
-                logger.exception("an answer could not be parsed")
-                _fail(sender, str(error), pb_utils.TritonError.INTERNAL)
+                logger.exception("a response of the engine could not be passed on")
+                sender.send(_error(str(error), pb_utils.TritonError.INTERNAL), flags=_FINAL)
         self._sweep()
 
-    def _handle(self, request: Any, sender: Any) -> None:
+    def _handle(self, request: Any) -> Any | None:
+        """What the client gets for one response of the engine, if anything."""
         inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         response = _engine_response(inputs)
-        generation = self._generation(response, _text(inputs["context"]))
-        reply = None
-        if not generation.is_aborted:
-            reply = generation.answer.push(response)
-            has_left = response.finish_reason is None and request.is_cancelled()
-            if has_left or (generation.answer.finish_reason and not response.finish_reason):
-                generation.is_aborted = True
-                _abort(response.generation_id, "abort" if has_left else "stop")
+        generation = self._generations.setdefault(response.generation_id, _Generation())
+        generation.seen_at = time.monotonic()
+        sent = None
+        if generation.end_reason is None:
+            try:
+                sent = self._push(generation, response, inputs)
+                if request.is_cancelled():
+                    generation.end_reason = "abort"
+            except Exception as error:
+                logger.exception("generation %s: its answer is lost", response.generation_id)
+                generation.end_reason = "abort"
+                sent = _error(str(error), pb_utils.TritonError.INTERNAL)
         if response.finish_reason:
             del self._generations[response.generation_id]
-            self._metrics.count(generation.answer)
-        if response.finish_reason == "error" and not generation.is_aborted:
-            error = json.loads(_text(inputs["error"]))
-            _fail(sender, error["message"], getattr(pb_utils.TritonError, error["code"]))
-        elif reply is None:
-            sender.send(flags=_FINAL)
-        else:
-            sender.send(pb_utils.InferenceResponse(_outputs(reply)), flags=_FINAL)
+            if generation.answer is not None:
+                self._metrics.count(generation.answer)
+        elif generation.end_reason is not None and not generation.is_engine_told:
+            generation.is_engine_told = _end(response.generation_id, generation.end_reason)
+        return sent
 
-    def _generation(self, response: EngineResponse, context: str) -> _Generation:
-        known = self._generations.get(response.generation_id)
-        if known is None:
+    def _push(
+        self, generation: _Generation, response: EngineResponse, inputs: dict[str, np.ndarray]
+    ) -> Any | None:
+        if generation.answer is None:
             if response.sequence_number != 0:
                 raise RuntimeError(f"the state of generation {response.generation_id} is lost")
-            known = _Generation(Answer(AnswerContext.from_json(context), self._format))
-            self._generations[response.generation_id] = known
-        known.seen_at = time.monotonic()
-        return known
+            context = AnswerContext.from_json(_text(inputs["context"]))
+            generation.answer = Answer(context, self._format)
+        reply = generation.answer.push(response)
+        if generation.answer.finish_reason:
+            generation.end_reason = "stop"
+        if response.finish_reason == "error":
+            error = json.loads(_text(inputs["error"]))
+            return _error(error["message"], getattr(pb_utils.TritonError, error["code"]))
+        return None if reply is None else pb_utils.InferenceResponse(_outputs(reply))
 
     def _sweep(self) -> None:
         """An error in the middle of an ensemble's stream can lose the response that ends it."""
@@ -150,20 +164,26 @@ def _outputs(reply: Reply) -> list[Any]:
     ]
 
 
-def _abort(generation_id: str, reason: Literal["abort", "stop"]) -> None:
+def _end(generation_id: str, reason: Literal["abort", "stop"]) -> bool:
+    """Tells the engine that nobody needs more of a generation; whether it has heard."""
     request = pb_utils.InferenceRequest(
         model_name="gpt_oss_engine",
         requested_output_names=[],
         inputs=[_bytes("abort", generation_id)],
         parameters={"reason": reason},
     )
-    for _ in request.exec(decoupled=True):
-        pass
+    try:
+        for response in request.exec(decoupled=True):
+            if response.has_error():
+                raise RuntimeError(response.error().message())
+    except Exception:
+        logger.exception("generation %s: the engine was not told to end it", generation_id)
+        return False
+    return True
 
 
-def _fail(sender: Any, message: str, code: int) -> None:
-    error = pb_utils.TritonError(message, code)
-    sender.send(pb_utils.InferenceResponse(error=error), flags=_FINAL)
+def _error(message: str, code: int) -> Any:
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code))
 
 
 def _text(tensor: np.ndarray) -> str:

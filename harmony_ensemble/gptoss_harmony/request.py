@@ -109,15 +109,12 @@ def read_request(
 def _request(fields: dict[str, Any]) -> EnsembleRequest:
     stream = fields.get("stream", False)
     sampling = {name: fields[name] for name in _SAMPLING if fields.get(name) is not None}
-    stop_token_ids = sampling.get("stop_token_ids", [])
-    if not isinstance(stop_token_ids, list):
+    stop_ids = sampling.get("stop_token_ids", [])
+    if not isinstance(stop_ids, list):
+        raise InvalidChat(f"stop_token_ids must be a list of token ids, got {shown(stop_ids)}")
+    if len(stop_ids) > MAX_STOP_TOKEN_IDS:
         raise InvalidChat(
-            f"stop_token_ids must be a list of token ids, got {shown(stop_token_ids)}"
-        )
-    if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidChat(
-            f"stop_token_ids must have at most {MAX_STOP_TOKEN_IDS} entries, "
-            f"got {len(stop_token_ids)}"
+            f"stop_token_ids must have at most {MAX_STOP_TOKEN_IDS} entries, got {len(stop_ids)}"
         )
     return_logprobs = fields.get("return_logprobs", False) or bool(fields.get("top_logprobs"))
     if return_logprobs or fields.get("return_cumulative_logprob"):

@@ -1,0 +1,130 @@
+"""The adapter on the way out, without a server: who hears what when something fails."""
+
+import importlib
+import json
+from typing import Any
+
+import pytest
+
+from gptoss_harmony.answer import Answer, AnswerContext
+from gptoss_harmony.vocabulary import Vocabulary
+
+_CONTEXT = AnswerContext(format={"stop_words": ["END"]}, stream=True).to_json()
+
+
+class Bench:
+    """The model, an engine that is told of aborts, and one generation's responses."""
+
+    def __init__(self, triton: Any, request_type: Any, vocabulary: Vocabulary) -> None:
+        module = importlib.import_module("gptoss_harmony.postprocess_model")
+        self.model = module.TritonPythonModel()
+        self.model.initialize({"model_config": "{}"})
+        self.encode = vocabulary.encode_raw
+        self.triton = triton
+        self.request_type = request_type
+        self.aborts: list[tuple[str, str]] = []
+        self.num_failing_aborts = 0
+        self.num_pushed = 0
+        triton.execute_elsewhere = self._abort
+
+    def _abort(self, request: Any) -> list[Any]:
+        assert request.model_name == "gpt_oss_engine"
+        (tensor,) = request.inputs
+        assert tensor.name() == "abort"
+        self.aborts.append((tensor.as_numpy()[0].decode(), request.parameters["reason"]))
+        if len(self.aborts) <= self.num_failing_aborts:
+            error = self.triton.TritonError("not now", self.triton.TritonError.INTERNAL)
+            return [self.triton.InferenceResponse(error=error)]
+        return []
+
+    def push(self, text: str = "", reason: str = "", *, has_left: bool = False) -> Any:
+        """What the client gets for the engine's next response."""
+        request = self.request_type(
+            generation_id="g",
+            sequence_number=self.num_pushed,
+            token_ids=self.encode(text),
+            logprobs="",
+            finish_reason=reason,
+            error="",
+            usage=json.dumps({"num_prompt_tokens": 1, "num_cached_tokens": 0}),
+            context=_CONTEXT,
+        )
+        request.has_left = has_left
+        self.num_pushed += 1
+        self.model.execute([request])
+        [sent] = request.sent
+        return sent
+
+
+@pytest.fixture
+def bench(triton: Any, request_type: Any, loaded: Vocabulary) -> Bench:
+    return Bench(triton, request_type, loaded)
+
+
+def _is_idle(bench: Bench) -> bool:
+    return not bench.model._generations
+
+
+def test_an_answer_comes_and_goes(bench: Bench) -> None:
+    assert bench.push() is None
+    assert bench.push("<|channel|>final<|message|>Hi").outputs["text_output"] == b"Hi"
+    assert bench.push("<|return|>", "stop").outputs["finish_reason"] == b"stop"
+    assert bench.aborts == []
+    assert _is_idle(bench)
+
+
+def test_an_answer_that_cannot_be_parsed_fails_once_and_ends(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a bug of ours")
+
+    bench.push()
+    with monkeypatch.context() as patch:
+        patch.setattr(Answer, "push", fail)
+        failed = bench.push("x")
+        assert failed.error().message() == "a bug of ours"
+        assert failed.error().code() == bench.triton.TritonError.INTERNAL
+        assert bench.aborts == [("g", "abort")]
+        assert bench.push("y") is None
+    assert bench.push("z") is None
+    assert bench.push("", "abort") is None
+    assert bench.aborts == [("g", "abort")]
+    assert _is_idle(bench)
+
+
+def test_a_lost_state_fails_once_and_ends(bench: Bench) -> None:
+    bench.push()
+    bench.model._generations.clear()
+    assert "state of generation g is lost" in bench.push("x").error().message()
+    assert bench.aborts == [("g", "abort")]
+    assert bench.push("y") is None
+    assert bench.push("", "abort") is None
+    assert _is_idle(bench)
+
+
+def test_an_answer_that_fails_with_its_last_response_needs_no_abort(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Answer, "push", lambda *_: 1 / 0)
+    assert bench.push("x", "stop").has_error()
+    assert bench.aborts == []
+    assert _is_idle(bench)
+
+
+@pytest.mark.parametrize("reason", ["abort", "stop"])
+def test_an_abort_that_fails_is_tried_again(bench: Bench, reason: str) -> None:
+    bench.num_failing_aborts = 2
+    bench.push()
+    if reason == "stop":
+        sent = bench.push("<|channel|>final<|message|>The END")
+        assert sent.outputs["text_output"] == b"The "
+        assert sent.outputs["finish_reason"] == b"stop"
+    else:
+        bench.push("<|channel|>final<|message|>The", has_left=True)
+    assert bench.push("x") is None
+    assert bench.push("y") is None
+    assert bench.push("z") is None
+    assert bench.aborts == [("g", reason)] * 3
+    assert bench.push("", "abort") is None
+    assert _is_idle(bench)
