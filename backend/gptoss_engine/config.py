@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from gptoss_engine.types import nearest
+from gptoss_engine.types import nearest, shown
 
 
 class InvalidConfig(ValueError):
@@ -96,7 +96,8 @@ class EngineConfig:
         types = {field.name: field.type for field in fields(cls)}
         for name in values:
             if name not in types:
-                raise InvalidConfig(f"unknown configuration key {name!r}{nearest(name, [*types])}")
+                near = nearest(name, [*types])
+                raise InvalidConfig(f"unknown configuration key {shown(name)}{near}")
         return cls(**{name: _convert(name, value, types[name]) for name, value in values.items()})
 
 
@@ -117,7 +118,7 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
     if get_origin(kind) is Literal:
         if value not in get_args(kind):
             choices = ", ".join(map(str, get_args(kind)))
-            raise InvalidConfig(f"{name} must be one of {choices}, got {value!r}")
+            raise InvalidConfig(f"{name} must be one of {choices}, got {shown(value)}")
         return value
     try:
         if kind is bool:
@@ -133,7 +134,7 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
                 return float(value)
         elif kind is str and isinstance(value, str):
             return value
-    except ValueError:
+    except (TypeError, ValueError):
         pass
     words = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
-    raise InvalidConfig(f"{name} must be {words[kind]}, got {value!r}")
+    raise InvalidConfig(f"{name} must be {words[kind]}, got {shown(value)}")

@@ -319,7 +319,7 @@ class EngineLoop:
             return
         if num_behind >= config.max_waiting_requests:
             raise Unavailable(
-                f"{stats.num_waiting} requests are waiting, as many as max_waiting_requests "
+                f"{num_behind} requests wait for a place, as many as max_waiting_requests "
                 f"({config.max_waiting_requests}) allows: try again later"
             )
         num_tokens = stats.num_waiting_tokens + sequence.num_prompt_tokens

@@ -4,6 +4,7 @@
 -> `TokenChunk`. Every type is complete at birth and refuses bad values in words.
 """
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -68,7 +69,7 @@ class SamplingParams:
         if self.logprobs is not None:
             _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if not isinstance(self.ignore_eos, bool):
-            raise InvalidRequest(f"ignore_eos must be true or false, got {self.ignore_eos!r}")
+            raise InvalidRequest(f"ignore_eos must be true or false, got {shown(self.ignore_eos)}")
         if not isinstance(self.stop_token_ids, tuple):
             raise InvalidRequest("stop_token_ids must be a list of token ids")
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
@@ -85,7 +86,8 @@ class SamplingParams:
         known = [field.name for field in fields(cls)]
         for name in values:
             if name not in known:
-                raise InvalidRequest(f"unknown sampling parameter {name!r}{nearest(name, known)}")
+                near = nearest(name, known)
+                raise InvalidRequest(f"unknown sampling parameter {shown(name)}{near}")
         given = {name: value for name, value in values.items() if value is not None}
         if isinstance(given.get("stop_token_ids"), list):
             given["stop_token_ids"] = tuple(given["stop_token_ids"])
@@ -128,6 +130,15 @@ class TokenChunk:
     num_cached_tokens: int = 0
 
 
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 60
+
+
+def shown(value: object) -> str:
+    """A caller's value in a sentence: as Python writes it, cut where it is long."""
+    return _SHORT.repr(value)
+
+
 def nearest(name: str, known: list[str]) -> str:
     """`; did you mean 'x'?` for an unknown key, or nothing when no known key is near."""
     near = get_close_matches(name, known, n=1)
@@ -139,14 +150,14 @@ def _number(
 ) -> None:
     bounds = f"in {'(' if low_is_open else '['}{low:g}, {high:g}]"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InvalidRequest(f"{name} must be a number {bounds}, got {value!r}")
+        raise InvalidRequest(f"{name} must be a number {bounds}, got {shown(value)}")
     inside = low < value <= high if low_is_open else low <= value <= high
     if not inside:
-        raise InvalidRequest(f"{name} must be {bounds}, got {value}")
+        raise InvalidRequest(f"{name} must be {bounds}, got {shown(value)}")
 
 
 def _integer(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequest(f"{name} must be an integer in [{low}, {high}], got {value!r}")
+        raise InvalidRequest(f"{name} must be an integer in [{low}, {high}], got {shown(value)}")
     if not low <= value <= high:
-        raise InvalidRequest(f"{name} must be in [{low}, {high}], got {value}")
+        raise InvalidRequest(f"{name} must be in [{low}, {high}], got {shown(value)}")
