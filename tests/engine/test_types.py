@@ -46,7 +46,10 @@ def test_the_ends_of_every_range_are_accepted(values: dict[str, object]) -> None
         ({"temperature": 100.5}, "temperature must be in [0, 100], got 100.5"),
         ({"temperature": math.nan}, "temperature must be in [0, 100], got nan"),
         ({"temperature": math.inf}, "temperature must be in [0, 100], got inf"),
-        ({"temperature": 10**400}, f"temperature must be in [0, 100], got 1{'0' * 27}...{'0' * 29}"),
+        (
+            {"temperature": 10**400},
+            f"temperature must be in [0, 100], got 1{'0' * 27}...{'0' * 29}",
+        ),
         ({"temperature": "hot"}, "temperature must be a number in [0, 100], got 'hot'"),
         ({"temperature": True}, "temperature must be a number in [0, 100], got True"),
         ({"top_p": 0.0}, "top_p must be in (0, 1], got 0.0"),
