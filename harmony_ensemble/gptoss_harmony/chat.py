@@ -6,10 +6,11 @@ out (`ChatRequest.messages`) is normalised, so that rendering needs no checks:
 - content is a string (null, absent and lists of text parts are resolved);
 - earlier reasoning stands in `reasoning_content`;
 - `tool_calls` is absent or not empty, each call with an id, a name, and arguments as a string;
-- a tool message's `tool_call_id` names an earlier call.
+- a tool message's `tool_call_id` names an earlier call, and results stand in their calls' order.
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
@@ -101,7 +102,7 @@ def _json(path: str, text: str) -> Any:
     if not text.strip():
         raise InvalidChat(f"{path} is empty; it must be JSON")
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
     except json.JSONDecodeError as error:
         raise InvalidChat(
             f"{path} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
@@ -110,6 +111,13 @@ def _json(path: str, text: str) -> Any:
         raise InvalidChat(f"{path} is not JSON: {error}") from None
     except RecursionError:
         raise InvalidChat(f"{path} is nested too deeply") from None
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{shown(text)} is larger than any number")
+    return value
 
 
 def _refuse_constant(name: str) -> None:
@@ -137,7 +145,26 @@ def parse_messages(text: str) -> tuple[dict[str, Any], ...]:
         checked.append(_message(f"messages[{number}]", message, called))
         for call in checked[-1].get("tool_calls", ()):
             called[call["id"]] = call["function"]["name"]
-    return tuple(checked)
+    return tuple(_results_in_call_order(checked))
+
+
+def _results_in_call_order(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """In Harmony a result has no id: its place alone says which call it answers."""
+    ordered: list[dict[str, Any]] = []
+    places: dict[str, int] = {}  # of the last calls, by id
+    results: list[dict[str, Any]] = []
+    for message in (*messages, None):
+        if message is not None and message["role"] == "tool":
+            results.append(message)
+            continue
+        # Answers to older calls keep their place, before these.
+        ordered += sorted(results, key=lambda each: places.get(each["tool_call_id"], -1))
+        results.clear()
+        if message is not None:
+            ordered.append(message)
+            if calls := message.get("tool_calls"):
+                places = {call["id"]: place for place, call in enumerate(calls)}
+    return ordered
 
 
 def _message(path: str, message: object, called: Mapping[str, str]) -> dict[str, Any]:

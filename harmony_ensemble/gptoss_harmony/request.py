@@ -18,6 +18,7 @@ MAX_TEXT_BYTES = 4 * 2**20
 """Of each text in a request."""
 MAX_STOP_TOKEN_IDS = 125
 """The engine takes 128, and Harmony's three come on top."""
+MAX_TOP_LOGPROBS = 20
 
 # What goes to the engine as it is; the engine checks type and range.
 _SAMPLING = (
@@ -116,9 +117,14 @@ def _request(fields: dict[str, Any]) -> EnsembleRequest:
         raise InvalidChat(
             f"stop_token_ids must have at most {MAX_STOP_TOKEN_IDS} entries, got {len(stop_ids)}"
         )
-    return_logprobs = fields.get("return_logprobs", False) or bool(fields.get("top_logprobs"))
+    num_top = fields.get("top_logprobs", 0)
+    if type(num_top) is not int or not 0 <= num_top <= MAX_TOP_LOGPROBS:
+        raise InvalidChat(
+            f"top_logprobs must be an integer in [0, {MAX_TOP_LOGPROBS}], got {shown(num_top)}"
+        )
+    return_logprobs = fields.get("return_logprobs", False) or num_top > 0
     if return_logprobs or fields.get("return_cumulative_logprob"):
-        sampling["logprobs"] = fields.get("top_logprobs") or 0
+        sampling["logprobs"] = num_top
     is_raw = fields.get("raw_prompt", False)
     return EnsembleRequest(
         chat=None if is_raw else _chat(fields),
@@ -190,13 +196,18 @@ def _with_sampling_parameters(fields: dict[str, Any]) -> dict[str, Any]:
                 f"got {shown(fields[field])} and {shown(value)}"
             )
         fields[field] = value
+    if values.get("logprobs") is not None:
+        fields["return_logprobs"] = True  # vLLM's 0 asks for the chosen token's alone
     return fields
 
 
 def _refuse_unbuilt(fields: Mapping[str, Any], unbuilt: Mapping[str, tuple[Any, ...]]) -> None:
     for name, neutral in unbuilt.items():
         value = fields.get(name)
-        if value is not None and value not in neutral:
+        # True is 1 to Python, and not to those who send it.
+        if value is not None and not any(
+            value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral
+        ):
             but = f" but {neutral[0]!r}" if neutral else ""
             raise UnsupportedChat(
                 f"{name} is not built in this version and takes nothing{but}, got {shown(value)}"
@@ -234,5 +245,8 @@ def _json_object(name: str, text: str) -> dict[str, Any]:
 def _agree(one: Any, other: Any) -> bool:
     numbers = (int, float)
     if isinstance(one, float) and isinstance(other, numbers) and not isinstance(other, bool):
-        return math.isclose(one, other, rel_tol=1e-6)  # one of them went through FP32
+        try:
+            return math.isclose(one, other, rel_tol=1e-6)  # one of them went through FP32
+        except OverflowError:  # an integer larger than any float
+            return False
     return type(one) is type(other) and one == other

@@ -254,7 +254,7 @@ class HarmonyStream:
             self._open_message(address)
             self._bytes += address.rest.encode()
             self._close_message(is_cut=end is None)
-        elif address.prose:
+        elif address.prose and not (end is None and "to=".startswith(address.prose.strip())):
             self.repairs["missing_message"] += 1
             self._hold_unplaced(address.prose)
         else:

@@ -114,6 +114,15 @@ def test_a_result_belongs_to_an_earlier_call() -> None:
             messages(*orphans)
 
 
+def test_results_stand_in_the_order_of_their_calls() -> None:
+    ids = ("x", "y", "z")
+    asked = {**CALLING, "tool_calls": [{**CALL, "id": each} for each in ids]}
+    results = [{**RESULT, "tool_call_id": each, "content": each} for each in "zxy"]
+    ordered = messages(USER, asked, *results, USER, asked, *results[1:])
+    assert [each["content"] for each in ordered if each["role"] == "tool"] == [*"xyz", *"xy"]
+    assert [each["role"] for each in ordered[:2]] == ["user", "assistant"]
+
+
 def test_a_results_name_is_its_calls() -> None:
     assert messages(CALLING, {**RESULT, "name": "f"})[1]["name"] == "f"
     with pytest.raises(InvalidChat, match=r"messages\[1\].name must be 'f', as in the call"):
@@ -198,6 +207,7 @@ def test_what_is_not_built_is_named(given: Any, words: str) -> None:
         ("{}", "messages must be a list of at least one message, got {}"),
         ('"Hi"', 'messages must be a list of at least one message, got "Hi"'),
         ('[{"role": "user", "content": NaN}]', "messages is not JSON: NaN is no JSON number"),
+        ('[{"role": 1e999}]', 'messages is not JSON: "1e999" is larger than any number'),
         ("[" * 200_000, "messages is nested too deeply"),
         ('[{"role": ' + "9" * 5000 + "}]", "messages is not JSON: "),
     ],

@@ -71,12 +71,33 @@ def test_a_field_given_both_ways_must_agree() -> None:
         ({"return_cumulative_logprob": True}, 0, False),
         ({"return_logprobs": False, "return_cumulative_logprob": False}, None, False),
         ({"top_logprobs": 0}, None, False),
+        ({"sampling_parameters": b'{"logprobs": 0}'}, 0, True),
+        ({"sampling_parameters": b'{"logprobs": null}'}, None, False),
     ],
 )
 def test_logprobs(inputs: dict[str, Any], logprobs: int | None, returned: bool) -> None:
     request = _read(**inputs)
     assert request.sampling.get("logprobs") == logprobs
     assert request.return_logprobs == returned
+
+
+@pytest.mark.parametrize("inputs", [{"top_logprobs": -1}, {"top_logprobs": 21}])
+def test_the_number_of_logprobs_is_refused_by_the_name_that_was_sent(
+    inputs: dict[str, Any],
+) -> None:
+    with pytest.raises(InvalidChat, match=r"^top_logprobs must be an integer in \[0, 20\], got "):
+        _read(**inputs)
+
+
+@pytest.mark.parametrize("name", ["temperature", "presence_penalty"])
+def test_no_integer_is_too_large_to_disagree(name: str) -> None:
+    with pytest.raises(InvalidChat, match=f"^{name} and {name} in sampling_parameters must agree"):
+        _read(**{name: 0.7}, sampling_parameters=f'{{"{name}": 1{"0" * 400}}}'.encode())
+
+
+def test_true_is_no_number() -> None:
+    with pytest.raises(UnsupportedChat, match=r"^n is not built"):
+        _read(sampling_parameters=b'{"n": true}')
 
 
 def test_echo_is_for_whole_replies_to_a_text() -> None:

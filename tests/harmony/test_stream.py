@@ -208,6 +208,8 @@ TABLE: list[tuple[str, tuple[Any, ...], FinishReason, Answer]] = [
     # Broken headers.
     ("a header cut", ("CH", "fin"), "length", Answer()),
     ("a whole header cut", ("CH", "final"), "length", Answer()),
+    ("a recipient cut", (" to",), "length", Answer()),
+    ("a later recipient cut", ("CH", "analysis", "M", "t", *NEXT, " to"), "length", Answer("t")),
     (
         "a broken header",
         ("CH", "??", *NEXT, "CH", "analysis", "M", "t", *NEXT, *FINAL_X),
