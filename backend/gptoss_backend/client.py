@@ -11,13 +11,14 @@ import numpy as np
 from tritonclient import grpc as tritonclient
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
+from gptoss_engine.types import InvalidRequest
+
 # A proxy that the environment names is no way to this machine.
 _LOCAL_CHANNEL = [
     ("grpc.enable_http_proxy", 0),
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
 ]
-_NUMPY_TYPES = {bool: np.bool_, int: np.int32, float: np.float32}
 
 
 class RequestFailed(RuntimeError):
@@ -101,7 +102,10 @@ class ChatClient:
 
 
 def as_tensors(inputs: Mapping[str, Any]) -> list[tritonclient.InferInput]:
-    """Inputs by name: text, flags, numbers, lists of texts or of token ids, each as its type."""
+    """Inputs by name: text, flags, numbers, lists of texts or of token ids, each as its type.
+
+    Raises InvalidRequest for a number that its type cannot hold.
+    """
     return [_tensor(name, value) for name, value in inputs.items()]
 
 
@@ -112,12 +116,22 @@ def _tensor(name: str, value: Any) -> tritonclient.InferInput:
         encoded = [each.encode() if isinstance(each, str) else each for each in value]
         array = np.array(encoded, dtype=np.object_)
     elif isinstance(value, Sequence):
-        array = np.array(value, dtype=np.int32)
+        array = _integers(name, value, np.int32)
+    elif type(value) is int:
+        array = _integers(name, [value], np.uint64 if name == "seed" else np.int32)
     else:
-        array = np.array([value], dtype=np.uint64 if name == "seed" else _NUMPY_TYPES[type(value)])
+        array = np.array([value], dtype=np.bool_ if isinstance(value, bool) else np.float32)
     tensor = tritonclient.InferInput(name, array.shape, np_to_triton_dtype(array.dtype))
     tensor.set_data_from_numpy(array)
     return tensor
+
+
+def _integers(name: str, values: Sequence[int], dtype: type[np.integer]) -> np.ndarray:
+    limits = np.iinfo(dtype)
+    for value in values:
+        if not limits.min <= value <= limits.max:
+            raise InvalidRequest(f"{name} must be in [{limits.min}, {limits.max}], got {value}")
+    return np.array(values, dtype=dtype)
 
 
 def _value(output: Any, result: tritonclient.InferResult) -> Any:

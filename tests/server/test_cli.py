@@ -15,10 +15,13 @@ from .clients import Client, eventually
 _GPTOSS = [sys.executable, "-c", "from gptoss_backend.cli import main; main()"]
 
 
-def _run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+def _run(
+    *arguments: str, stdin: str = "", environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*_GPTOSS, *arguments],
         input=stdin,
+        env=environment,
         capture_output=True,
         text=True,
         timeout=120,
@@ -38,6 +41,9 @@ def _run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
         (("chat", "--effort", "huge"), "effort must be one of low, medium, high, got 'huge'"),
         (("chat", "--tools", "/none.json"), "cannot read tools from /none.json"),
         (("chat", "--url", "h:1", "--page-size", "16"), "--url names a running server"),
+        (("chat", "x", "--seed", str(2**64)), f"should be less than or equal to {2**64 - 1}"),
+        (("chat", "x", "--max-tokens", "3000000000"), "should be less than or equal to 2147483647"),
+        (("generate", "x", "--seed", str(2**64)), "seed must be in [0, 18446744073709551615]"),
         (("generate", "x", "--top-p", "0"), "top_p must be in (0, 1], got 0.0"),
         (("generate", "x", "--raw", "--token-ids"), "exclude each other"),
         (("generate", "x", "--token-ids"), "token ids must be a JSON list"),
@@ -77,6 +83,15 @@ def test_inspect_shows_the_demo() -> None:
     assert figures["vocab_size"] == 201088
     assert figures["parameters"] > figures["active_parameters"] > 0
     assert "201,088" in _run("inspect", "demo").stdout
+
+
+def test_serve_without_a_usable_cache_fails_in_a_sentence() -> None:
+    environment = {**os.environ, "GPTOSS_CACHE": "/proc/none"}
+    done = _run("serve", environment=environment)
+    assert done.returncode == 1
+    assert done.stderr.startswith("gptoss: ")
+    assert "set GPTOSS_CACHE" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("command", [("inspect",), ("generate", "x", "--model")])

@@ -40,10 +40,11 @@ def chat(
         typer.Option(help="A JSON file with OpenAI function tools to offer.", show_default=False),
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Limit of one answer.", show_default=False)
+        int | None,
+        typer.Option(min=1, max=2**31 - 1, help="Limit of one answer.", show_default=False),
     ] = None,
     temperature: Annotated[float | None, typer.Option(show_default=False)] = None,
-    seed: Annotated[int | None, typer.Option(min=0, show_default=False)] = None,
+    seed: Annotated[int | None, typer.Option(min=0, max=2**64 - 1, show_default=False)] = None,
     start_seconds: Annotated[
         float, typer.Option(min=1, help="How long the server may take to be ready.")
     ] = 600.0,
@@ -140,8 +141,11 @@ class _Conversation:
                 self._say(line)
 
     def answer(self, prompt: str) -> None:
+        answer = _Answer()
         self._messages.append({"role": "user", "content": prompt})
-        self._stream(_Answer())
+        self._stream(answer)
+        if answer.finish_reason not in ("stop", "length", "tool_calls"):
+            raise CommandFailed(f"the answer is not whole: it ended by {answer.finish_reason}")
 
     def _read(self, mark: str) -> str:
         if self._out.is_terminal:
