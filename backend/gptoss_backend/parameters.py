@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, Literal
 
-from gptoss_engine.types import InvalidRequest, SamplingParams, nearest
+from gptoss_engine.types import InvalidRequest, SamplingParams, nearest, shown
 
 _INPUTS = ("input_ids", "sampling", "context", "abort")
 _SAMPLING = tuple(field.name for field in fields(SamplingParams))
@@ -31,7 +31,8 @@ def timeout_seconds(field: int, parameters: Parameters) -> float | None:
     value = parameters.get("timeout", 0)
     if type(value) is not int or not 0 <= value <= _MAX_MICROSECONDS:
         raise InvalidRequest(
-            f"timeout must be an integer of microseconds in [0, {_MAX_MICROSECONDS}], got {value!r}"
+            f"timeout must be an integer of microseconds in [0, {_MAX_MICROSECONDS}], "
+            f"got {shown(value)}"
         )
     return (field or value) / 1e6 or None
 
@@ -41,7 +42,7 @@ def abort_reason(parameters: Parameters) -> Literal["abort", "stop"]:
     _check_names(parameters, "reason")
     reason = parameters.get("reason", "abort")
     if reason not in ("abort", "stop"):
-        raise InvalidRequest(f"reason must be abort or stop, got {reason!r}")
+        raise InvalidRequest(f"reason must be abort or stop, got {shown(reason)}")
     return reason
 
 
@@ -50,11 +51,11 @@ def drain_order(parameters: Parameters) -> tuple[str, float]:
     _check_names(parameters, "drain", "seconds")
     key, seconds = parameters["drain"], parameters.get("seconds")
     if not isinstance(key, str):
-        raise InvalidRequest(f"drain must be text, got {key!r}")
+        raise InvalidRequest(f"drain must be text, got {shown(key)}")
     is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
     if seconds is None or not (is_number and 0 <= seconds <= _MAX_DRAIN_SECONDS):
         raise InvalidRequest(
-            f"seconds must be a number in [0, {_MAX_DRAIN_SECONDS:g}], got {seconds!r}"
+            f"seconds must be a number in [0, {_MAX_DRAIN_SECONDS:g}], got {shown(seconds)}"
         )
     return key, float(seconds)
 
@@ -65,4 +66,4 @@ def _check_names(parameters: Parameters, *known: str) -> None:
             continue
         if name in _SAMPLING:
             raise InvalidRequest(f"{name} belongs into the JSON of sampling")
-        raise InvalidRequest(f"unknown field {name!r}{nearest(name, [*known, *_INPUTS])}")
+        raise InvalidRequest(f"unknown field {shown(name)}{nearest(name, [*known, *_INPUTS])}")

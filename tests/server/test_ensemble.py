@@ -3,11 +3,15 @@
 import json
 import math
 import queue
+from contextlib import closing
+from http.client import HTTPConnection
 from typing import Any
 
 import numpy as np
 import pytest
 from tritonclient import grpc as tritonclient
+from tritonclient import http as tritonhttp
+from tritonclient.utils import InferenceServerException
 
 from gptoss_backend.client import as_tensors
 from gptoss_engine.config import EngineConfig
@@ -83,12 +87,36 @@ def test_plain_tritonclient_sees_one_end(client: Client) -> None:
         grpc.async_stream_infer("gpt_oss", [text, stream], enable_empty_final_response=True)
         finish_reasons, is_final = [], False
         while not is_final:
-            response = arrivals.get(timeout=60).get_response()
-            is_final = response.parameters["triton_final_response"].bool_param
-            finish_reasons += [each for each in response.outputs if each.name == "finish_reason"]
+            result = arrivals.get(timeout=60)
+            is_final = result.get_response().parameters["triton_final_response"].bool_param
+            if (finish_reason := result.as_numpy("finish_reason")) is not None:
+                finish_reasons += finish_reason.tolist()
         grpc.stop_stream()
     assert len(finish_reasons) > 5
+    assert finish_reasons[-1] == b"stop"
+    assert set(finish_reasons[:-1]) == {b""}
     assert arrivals.empty()
+
+
+def test_plain_tritonclient_over_http(client: Client) -> None:
+    """All that it can do: a decoupled model takes no `infer`, and `generate` it does not know."""
+    with tritonhttp.InferenceServerClient(client.server.ports.url("http")) as http:
+        assert http.is_server_live()
+        assert http.is_server_ready()
+        assert http.is_model_ready("gpt_oss")
+        outputs = http.get_model_metadata("gpt_oss")["outputs"]
+        assert {"name": "text_output", "datatype": "BYTES", "shape": [1]} in outputs
+        policy = http.get_model_config("gpt_oss_engine")["model_transaction_policy"]
+        assert policy == {"decoupled": True}
+        text = tritonhttp.InferInput("text_input", [1], "BYTES")
+        text.set_data_from_numpy(np.array([QUESTION.encode()], dtype=np.object_))
+        prompt = http.infer("harmony_preprocess", [text])
+        token_ids = prompt.as_numpy("input_ids")
+        with pytest.raises(InferenceServerException, match="decoupled"):
+            http.infer("gpt_oss", [text])
+    assert token_ids is not None
+    last = client.generate(input_ids=token_ids.tolist(), sampling='{"max_tokens": 1}')[-1]
+    assert json.loads(last["usage"])["num_prompt_tokens"] == len(token_ids)
 
 
 def test_many_streams_at_once_are_each_as_alone(client: Client) -> None:
@@ -118,6 +146,19 @@ def test_clients_that_leave_free_their_pages_within_a_second(client: Client) -> 
         stream.__exit__(None, None, None)
     eventually(client.is_idle, 1)
     assert client.metrics()["gptoss:aborted_generations_total"] == before + 16
+
+
+def test_an_http_client_that_leaves_its_stream_frees_its_pages(client: Client) -> None:
+    eventually(client.is_idle, 5)
+    before = client.metrics()["gptoss:aborted_generations_total"]
+    body = {"text_input": "What is 1 + 1?", "stream": True, "ignore_eos": True, "max_tokens": 4000}
+    with closing(HTTPConnection(client.server.ports.url("http"), timeout=60)) as connection:
+        connection.request("POST", "/v2/models/gpt_oss/generate_stream", json.dumps(body))
+        with connection.getresponse() as events:
+            assert json.loads(events.readline().removeprefix(b"data: "))["finish_reason"] == ""
+            eventually(lambda: not client.is_idle(), 5)
+    eventually(client.is_idle, 2)
+    assert client.metrics()["gptoss:aborted_generations_total"] == before + 1
 
 
 def test_clients_that_leave_the_queue_are_not_served(client: Client) -> None:
