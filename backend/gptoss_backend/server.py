@@ -232,7 +232,7 @@ class TritonServer:
         try:
             with _DIRECT.open(url, timeout=seconds) as response:
                 found = _TOKENS.findall(response.read().decode())
-        except (OSError, ValueError):
+        except (OSError, ValueError, http.client.HTTPException):
             return None
         return sum(map(float, found)) if found else None
 

@@ -33,7 +33,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"text_input": "x", "min_p": 1.1}, "min_p must be in [0, 1], got 1.1"),
     ({"text_input": "x", "max_tokens": 0}, "max_tokens must be in [1, 2147483647], got 0"),
     ({"text_input": "x", "min_tokens": 5, "max_tokens": 4}, "min_tokens must be at most"),
-    ({"text_input": "x", "top_logprobs": 21}, "logprobs must be in [0, 20], got 21"),
+    ({"text_input": "x", "top_logprobs": 21}, "top_logprobs must be an integer in [0, 20], got 21"),
     ({"text_input": "x", "reasoning_effort": "huge"}, "reasoning_effort must be one of"),
     ({"text_input": "x", "tools": "{}"}, "tools must be a list"),
     ({"text_input": "x", "tools": '[{"type": "function"}]'}, "tools[0].function must be"),
