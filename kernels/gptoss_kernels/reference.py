@@ -13,6 +13,7 @@ from torch import Tensor
 
 QUERY_TILE = 256  # a tile of a window layer sees 127 keys more than it has queries
 MAX_SCORES = 2**24  # 64 MiB of scores: a long context gets fewer queries a tile
+LEAST_EXPONENT = -87.0  # exp(-87) is nearly the smallest normal fp32
 NUM_CANDIDATES = 1024  # most top_p sets are smaller; a larger one costs a full sort of its row
 
 
@@ -323,8 +324,9 @@ def sample(
 
     p = softmax(logits / temperature) is cut to the top_k most likely tokens, then to the fewest
     that hold top_p of what is left, then to those of at least min_p times the largest; a token as
-    likely as the last one kept is kept too. logits [S, V]; temperature, top_p, min_p, uniforms [S]
-    fp64, temperature > 0, uniforms in [0, 1); top_k [S] int64, V for all -> [S] int64.
+    likely as the last one kept is kept too, and one below exp(-87) times the largest never is.
+    logits [S, V]; temperature, top_p, min_p, uniforms [S] fp64, temperature > 0, uniforms in
+    [0, 1); top_k [S] int64, V for all -> [S] int64.
     """
     num_rows, vocab_size = logits.shape
     assert temperature.shape == uniforms.shape == (num_rows,)
@@ -332,7 +334,9 @@ def sample(
     # Row by row: one row's temporaries stay in a CPU's cache, those of a batch do not.
     for row in range(num_rows):
         scaled = logits[row].float() / temperature[row].float()
-        probabilities = (scaled - scaled.max()).exp()
+        scaled -= scaled.max()
+        # A smaller one would be subnormal: never drawn, and 20 times slower to compute.
+        probabilities = scaled.clamp(min=LEAST_EXPONENT).exp().where(scaled > LEAST_EXPONENT, 0)
         limit = vocab_size if top_k is None else int(top_k[row])
         mass = 1.0 if top_p is None else float(top_p[row])
         if limit < vocab_size or mass < 1:

@@ -52,6 +52,13 @@ def test_every_token_is_drawn_as_often_as_it_is_likely():
     assert frequencies(LOGITS) == approx(P)
 
 
+def test_what_is_next_to_impossible_is_never_drawn():
+    one = torch.ones(1, dtype=torch.float64)
+    for logit, token_id in ((-86.0, 0), (-88.0, 1)):
+        logits = torch.tensor([[logit, 0.0]])
+        assert reference.sample(logits, one, None, None, None, 0 * one).item() == token_id
+
+
 def test_temperature_sharpens_and_flattens():
     for temperature in (0.5, 2.0):
         powers = [p ** (1 / temperature) for p in P]
