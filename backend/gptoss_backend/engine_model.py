@@ -90,6 +90,8 @@ class TritonPythonModel:
         inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         parameters = own_parameters(request.parameters())
         if "abort" in inputs:
+            if "input_ids" in inputs:
+                raise InvalidRequest("abort and input_ids cannot be given together")
             reason = abort_reason(parameters)
             self._engine.abort(_text("abort", inputs["abort"]), reason=reason)
             sender.send(flags=_FINAL)

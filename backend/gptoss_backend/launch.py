@@ -1,7 +1,7 @@
 """`python -m gptoss_backend.launch PARENT SERVER ARGUMENTS…` becomes tritonserver, tied to PARENT.
 
 The process keeps its id over exec, so that the server's shared memory carries the id of the very
-process that owns it (`sweep_shared_memory` in server.py frees what a dead one left), and it gets
+process that owns it (`sweep_leftovers` in server.py frees what a dead one left), and it gets
 SIGTERM when its parent thread dies: no orphan holds ports and memory. PARENT is the parent's id.
 """
 

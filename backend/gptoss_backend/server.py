@@ -41,6 +41,7 @@ from gptoss_engine.config import EngineConfig
 
 CONTROL_KEY_VARIABLE = "GPTOSS_CONTROL_KEY"
 _SHARED_MEMORY = Path("/dev/shm")
+_TEMPORARY = Path(tempfile.gettempdir())
 _POLL_SECONDS = 0.1
 _LOG_TAIL_BYTES = 2**16
 _TOKENS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total(?:{.*})? (\S+)$", re.MULTILINE)
@@ -91,13 +92,20 @@ class Ports:
         return f"{host}:{getattr(self, name)}"
 
 
-def sweep_shared_memory() -> None:
-    """Free regions of servers that `launch` started and that are dead: stubs leave them behind."""
+def sweep_leftovers() -> None:
+    """Free what servers left behind whose process is dead: shared memory and model repositories.
+
+    A killed stub leaves the one, a killed `gptoss serve` the other. Its log stays.
+    """
     owned = shared_memory_prefix(0).removesuffix("0_")
-    for region in _SHARED_MEMORY.glob(f"{owned}*"):
-        pid = region.name.removeprefix(owned).partition("_")[0]
-        if not (Path("/proc") / pid).exists():
-            region.unlink(missing_ok=True)
+    for path in (*_SHARED_MEMORY.glob(f"{owned}*"), *_TEMPORARY.glob(f"{owned}*")):
+        pid = path.name.removeprefix(owned).partition("_")[0]
+        if (Path("/proc") / pid).exists():
+            continue
+        if path.is_dir():
+            shutil.rmtree(path / "models", ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 class TritonServer:
@@ -111,7 +119,7 @@ class TritonServer:
     def __init__(self, config: EngineConfig, ports: Ports, log_path: Path | None = None) -> None:
         self.config = config
         self.ports = ports
-        self._folder = Path(tempfile.mkdtemp(prefix="gptoss-"))
+        self._folder = Path(tempfile.mkdtemp(prefix=shared_memory_prefix(os.getpid())))
         self.log_path = log_path or self._folder / "tritonserver.log"
         self._control_key = secrets.token_hex(16)
         self._process: subprocess.Popen[bytes] | None = None
@@ -142,7 +150,7 @@ class TritonServer:
             )
         self.ports.check_free()
         installation = find_installation()
-        sweep_shared_memory()
+        sweep_leftovers()
         write_model_repository(self._folder / "models", self.config)
         with self._open_log() as log:
             self._process = subprocess.Popen(

@@ -58,6 +58,7 @@ def test_needs_neither_sampling_nor_context(client: Client) -> None:
         ({"input_ids": PROMPT, "sampling": b'{"\xff": 1}'}, "sampling must be UTF-8"),
         ({"input_ids": PROMPT, "context": b"\xff"}, "context must be UTF-8"),
         ({"input_ids": PROMPT, "sampling": '{"seed": %s}' % ("9" * 5000)}, "must be a JSON object"),
+        ({"input_ids": PROMPT, "abort": "x"}, "abort and input_ids cannot be given together"),
         ({"input_ids": PROMPT * 10_000}, "must hold at most 131071 tokens"),
     ],
 )

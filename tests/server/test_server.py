@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from gptoss_backend.client import ChatClient, RequestFailed
 from gptoss_backend.installation import ServerError, model_repository
 from gptoss_backend.launch import shared_memory_prefix
 from gptoss_backend.pulse import Pulse
-from gptoss_backend.server import Ports, TritonServer, sweep_shared_memory
+from gptoss_backend.server import Ports, TritonServer, sweep_leftovers
 from gptoss_engine.config import EngineConfig
 
 from .clients import Client, eventually
@@ -75,20 +76,28 @@ def test_a_server_whose_parent_has_died_is_not_started(tmp_path: Path) -> None:
         assert (done.returncode, trace.exists()) == (code, not code), done.stderr
 
 
-def test_sweep_frees_regions_of_dead_servers_alone() -> None:
+def test_sweep_frees_what_dead_servers_left_and_nothing_else() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
+    killed = Path(tempfile.mkdtemp(prefix=shared_memory_prefix(ended.pid)))
+    (killed / "models").mkdir()
+    (killed / "tritonserver.log").touch()
+    running = TritonServer(EngineConfig(), Ports.free())
     dead = _REGIONS / f"{shared_memory_prefix(ended.pid)}test"
     alive = _REGIONS / f"{shared_memory_prefix(os.getpid())}test"
     foreign = _REGIONS / f"gptoss_1_{ended.pid}_test"  # another container's
     try:
         for region in (dead, alive, foreign):
             region.touch()
-        sweep_shared_memory()
+        sweep_leftovers()
         assert not dead.exists()
         assert alive.exists()
         assert foreign.exists()
+        assert [path.name for path in killed.iterdir()] == ["tritonserver.log"]
+        assert running.log_path.parent.is_dir()
     finally:
+        running.stop()
+        shutil.rmtree(killed)
         for region in (dead, alive, foreign):
             region.unlink(missing_ok=True)
 
