@@ -165,6 +165,15 @@ def test_chat_with_a_refused_request_exits_1(client: Client) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.server
+def test_chat_fed_by_a_script_ends_with_its_first_refused_line(client: Client) -> None:
+    lines = "<|end|>" * 700_000 + "\nWhat is 2 + 3?\n"
+    done = _run("chat", "--url", client.server.ports.url("grpc"), stdin=lines)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("gptoss: no answer: ")
+    assert done.stdout == ""
+
+
 def test_chat_without_its_server_exits_1() -> None:
     done = _run("chat", "x", "--url", "127.0.0.1:9")
     assert done.returncode == 1

@@ -172,6 +172,8 @@ class _Conversation:
             while self._turn():
                 pass
         except CommandFailed as error:
+            if not sys.stdin.isatty():
+                raise  # the lines of a script belong together
             self._aside.print(str(error), style="red", markup=False)
             del self._messages[kept:]
         except (KeyboardInterrupt, EOFError):
