@@ -93,8 +93,11 @@ class Answer:
     def finish_reason(self) -> FinishReason | None:
         return self.harmony.finish_reason
 
-    def push(self, response: EngineResponse) -> Reply | None:
-        """What to send now, if anything. After the last reply always None."""
+    def push(self, response: EngineResponse, *, is_due: bool = False) -> Reply | None:
+        """What to send now, if anything. After the last reply always None.
+
+        is_due: a stream has been silent for so long that even an empty reply should go out.
+        """
         if self.finish_reason is not None:
             return None
         reply = self._reply
@@ -109,7 +112,7 @@ class Answer:
             reply.finish_reason = self.finish_reason
             reply.num_input_tokens = response.num_prompt_tokens
             reply.num_cached_tokens = response.num_cached_tokens
-        elif not self._context.stream or not reply.is_worth_sending:
+        elif not self._context.stream or not (reply.is_worth_sending or is_due):
             return None
         self._reply = Reply()
         return reply

@@ -20,6 +20,9 @@ from gptoss_harmony.preprocess_model import model_folder
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 # Of silence. The engine speaks every 0.3 s, with n > 60 open generations every n / 200 s.
 _TIME_TO_LIVE_SECONDS = 300.0
+# A stream with nothing to show (queued, prefilling, in a header) still gets a sign of life: over
+# HTTP, tritonserver notices that a client has left only when it writes to it.
+_KEEP_ALIVE_SECONDS = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +37,7 @@ class _Generation:
         self.answer: Answer | None = None
         self.end_reason: Literal["abort", "stop"] | None = None
         self.is_engine_told = False
-        self.seen_at = time.monotonic()
+        self.seen_at = self.sent_at = time.monotonic()
 
 
 class TritonPythonModel:
@@ -86,7 +89,10 @@ class TritonPythonModel:
                 raise RuntimeError(f"the state of generation {response.generation_id} is lost")
             context = AnswerContext.from_json(_text(inputs["context"]))
             generation.answer = Answer(context, self._format)
-        reply = generation.answer.push(response)
+        is_due = generation.seen_at - generation.sent_at > _KEEP_ALIVE_SECONDS
+        reply = generation.answer.push(response, is_due=is_due)
+        if reply is not None:
+            generation.sent_at = generation.seen_at
         if generation.answer.finish_reason:
             generation.end_reason = "stop"
         if response.finish_reason == "error":

@@ -65,6 +65,16 @@ def _is_idle(bench: Bench) -> bool:
     return not bench.model._generations
 
 
+def test_a_silent_stream_gets_a_sign_of_life_now_and_then(bench: Bench) -> None:
+    assert bench.push("<|channel|>final") is None
+    bench.model._generations["g"].sent_at -= 1.1
+    sign = bench.push(" ")
+    assert (sign.outputs["text_output"], sign.outputs["finish_reason"]) == (b"", b"")
+    assert sign.outputs["num_output_tokens"] == 3
+    assert bench.push(" ") is None
+    assert bench.push("<|message|>Hi").outputs["text_output"] == b"Hi"
+
+
 def test_an_answer_comes_and_goes(bench: Bench) -> None:
     assert bench.push() is None
     assert bench.push("<|channel|>final<|message|>Hi").outputs["text_output"] == b"Hi"
@@ -76,7 +86,7 @@ def test_an_answer_comes_and_goes(bench: Bench) -> None:
 def test_an_answer_that_cannot_be_parsed_fails_once_and_ends(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("a bug of ours")
 
     bench.push()
