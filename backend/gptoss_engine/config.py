@@ -23,6 +23,8 @@ class EngineConfig:
     """How the engine runs.
 
     model: a checkpoint folder, or "demo" for the built-in demo model.
+    weights, kv_cache, attention, gemm, tp, ep, dp: one value each in this version; another is
+        refused by name, so that nobody believes to have chosen it.
     dtype: of activations and dense weights; "auto" is float32 on a CPU and bfloat16 on a GPU.
     num_pages, num_window_pages: KV pages of page_size tokens in each page group; 0 derives them:
         on a CPU, enough for max_num_seqs sequences within kv_cache_gigabytes.
