@@ -10,7 +10,7 @@ from torch import Tensor
 from gptoss_engine import demo
 from gptoss_engine.layouts import Layout, count_parameters, detect, sources
 from gptoss_engine.model_config import InvalidCheckpoint, ModelConfig, read_json
-from gptoss_engine.mxfp4 import BLOCK, NAN_SCALE, dequantise
+from gptoss_kernels.mxfp4 import GROUP, NAN_SCALE, dequantise
 
 __all__ = ["Checkpoint", "InvalidCheckpoint", "Summary", "describe"]
 
@@ -73,9 +73,9 @@ class Checkpoint:
     def _check_sizes(self) -> None:
         for name in ("hidden_size", "intermediate_size"):
             size = getattr(self.config, name)
-            if self.layout != "dequantised" and size % BLOCK:
+            if self.layout != "dequantised" and size % GROUP:
                 raise InvalidCheckpoint(
-                    f"{self.folder}: {name} must be a multiple of {BLOCK} where experts are "
+                    f"{self.folder}: {name} must be a multiple of {GROUP} where experts are "
                     f"MXFP4, got {size}"
                 )
 

@@ -11,7 +11,7 @@ from math import prod
 from typing import Literal
 
 from gptoss_engine.model_config import ModelConfig
-from gptoss_engine.mxfp4 import BLOCK
+from gptoss_kernels.mxfp4 import GROUP
 
 Layout = Literal["huggingface", "original", "dequantised"]
 
@@ -129,9 +129,9 @@ def _source(
     if layout == "dequantised":
         return Source(shape, "transposed", {file_name: (shape[0], shape[2], shape[1])}, dtypes)
     separator = "." if layout == "original" else "_"
-    scales = (*shape[:2], shape[2] // BLOCK)
+    scales = (*shape[:2], shape[2] // GROUP)
     parts = {
-        f"{file_name}{separator}blocks": (*scales, BLOCK // 2),
+        f"{file_name}{separator}blocks": (*scales, GROUP // 2),
         f"{file_name}{separator}scales": scales,
     }
     return Source(shape, "mxfp4", parts, ("U8",))

@@ -11,8 +11,10 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from gptoss_kernels import reference
+from gptoss_kernels.fp8 import Fp8Weight
+from gptoss_kernels.mxfp4 import Mxfp4Weight
 
-__all__ = ["Operators", "load"]
+__all__ = ["Fp8Weight", "Mxfp4Weight", "Operators", "load"]
 
 
 class Operators(Protocol):
@@ -24,7 +26,9 @@ class Operators(Protocol):
         self, hidden: Tensor, weight: Tensor, eps: float, update: Tensor | None = None
     ) -> Tensor: ...
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
+    def linear(
+        self, x: Tensor, weight: Tensor | Fp8Weight, bias: Tensor | None = None
+    ) -> Tensor: ...
 
     def rope_table(
         self,
@@ -71,9 +75,9 @@ class Operators(Protocol):
         x: Tensor,
         chosen: Tensor,
         chosen_weights: Tensor,
-        w13: Tensor,
+        w13: Tensor | Fp8Weight | Mxfp4Weight,
         w13_bias: Tensor,
-        w2: Tensor,
+        w2: Tensor | Fp8Weight | Mxfp4Weight,
         w2_bias: Tensor,
         *,
         swiglu_alpha: float,

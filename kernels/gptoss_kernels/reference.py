@@ -3,18 +3,27 @@
 Arithmetic is that of OpenAI's published model: tensors in the model's dtype (fp32 or bf16), inner
 sums, softmax, norms and SwiGLU in fp32, rounded once where a tensor is stored. Words for shapes are
 in ops.py. A cache is [pages, page_size, KV, D]; slot = page * page_size + offset.
+
+Weights are tensors of the model's dtype, or FP8 with block scales, or MXFP4, which is widened to
+that FP8 on its way: the same numbers. With either the operators compute the FP8 function:
+activations are quantised in groups along K, sums are fp32.
 """
 
 import math
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from gptoss_kernels.fp8 import BLOCK, E4M3, E4M3_MAX, SWIGLU_GROUP, Fp8Weight, num_blocks
+from gptoss_kernels.mxfp4 import Mxfp4Weight
+
 QUERY_TILE = 256  # a tile of a window layer sees 127 keys more than it has queries
 MAX_SCORES = 2**24  # 64 MiB of scores: a long context gets fewer queries a tile
 LEAST_EXPONENT = -87.0  # exp(-87) is nearly the smallest normal fp32
 NUM_CANDIDATES = 1024  # most top_p sets are smaller; a larger one costs a full sort of its row
+LEAST_AMAX = 1e-10  # a group of smaller values still has a scale that is a normal number
 
 
 def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
@@ -39,13 +48,63 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float, update: Tensor | None =
     return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight).to(hidden.dtype)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor | Fp8Weight, bias: Tensor | None = None) -> Tensor:
     """x @ weight^T + bias: [T, in], [out, in], [out] -> [T, out]"""
     assert x.ndim == 2
-    assert weight.ndim == 2
+    assert len(weight.shape) == 2
     assert x.shape[1] == weight.shape[1]
     assert bias is None or bias.shape == weight.shape[:1]
+    if isinstance(weight, Fp8Weight):
+        return linear_fp8(*quantise(x), weight.values, weight.scale, bias, dtype=x.dtype)
     return torch.nn.functional.linear(x, weight, bias)
+
+
+def quantise(x: Tensor, group: int = BLOCK) -> tuple[Tensor, Tensor]:
+    """scale = amax / 448 of each row and group along K;  values = x * (448 / amax), ties to even
+
+    [T, K] -> values e4m3 [T, K], scale fp32 [T, ceil(K / group)]; the last group may be short.
+    amax counts as at least LEAST_AMAX, so a group of zeros has zeros and a scale. Nothing
+    saturates: the largest of a group becomes 448. A group with an inf or a NaN dequantises to NaN.
+    """
+    assert x.ndim == 2
+    width = x.shape[1]
+    groups = torch.nn.functional.pad(x.float(), (0, -width % group)).unflatten(1, (-1, group))
+    amax = groups.abs().amax(-1).clamp(min=LEAST_AMAX)
+    # One division a group and not one a value; the product exceeds 448 by a rounding at most.
+    values = (groups * (E4M3_MAX / amax)[..., None]).to(E4M3)
+    return values.flatten(1)[:, :width].contiguous(), amax * (1 / E4M3_MAX)
+
+
+def linear_fp8(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """(x * x_scale) @ (weight * weight_scale)^T + bias
+
+    x e4m3 [T, K]; x_scale fp32 [T, ceil(K / group)], group 128 or 64; weight e4m3 [N, K];
+    weight_scale fp32 [ceil(N / 128), ceil(K / 128)]; bias [N] -> dtype [T, N]. The sum of each
+    group is fp32, and is scaled as it is added to the others and the bias, in fp32.
+    """
+    (num_tokens, width), num_rows = x.shape, weight.shape[0]
+    group = BLOCK if x_scale.shape[1] == num_blocks(width) else SWIGLU_GROUP
+    assert weight.shape[1] == width
+    assert x_scale.shape == (num_tokens, -(-width // group))
+    assert weight_scale.shape == (num_blocks(num_rows), num_blocks(width))
+    assert bias is None or bias.shape == (num_rows,)
+    row_scale = weight_scale.repeat_interleave(BLOCK, dim=0)[:num_rows]
+    out = x.new_zeros(num_tokens, num_rows, dtype=torch.float32)
+    if bias is not None:
+        out += bias.float()
+    for index, first in enumerate(range(0, width, group)):
+        columns = slice(first, first + group)
+        product = x[:, columns].float() @ weight[:, columns].float().T
+        out += product * (x_scale[:, index, None] * row_scale[:, first // BLOCK])
+    return out.to(dtype)
 
 
 def rope_table(
@@ -264,13 +323,75 @@ def swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
     return (gate * torch.sigmoid(alpha * gate) * (up + 1)).to(x.dtype)
 
 
+def grouped_swiglu_fp8(
+    x: Tensor,
+    x_scale: Tensor,
+    expert_start: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor,
+    *,
+    alpha: float,
+    limit: float,
+) -> tuple[Tensor, Tensor]:
+    """quantise(swiglu(linear_fp8(x, weight[e], bias[e]))), nothing rounded in between
+
+    Expert e owns the rows expert_start[e] : expert_start[e + 1]. x e4m3 [R, H], x_scale fp32
+    [R, ceil(H / 128)]; weight e4m3 [E, 2 I, H], gate and up rows interleaved, weight_scale fp32
+    [E, ceil(2 I / 128), ceil(H / 128)]; bias [E, 2 I]
+    -> values e4m3 [R, I], scale fp32 [R, ceil(I / 64)].
+    """
+    inner = _grouped(x, x_scale, expert_start, weight, weight_scale, bias, torch.float32)
+    return quantise(swiglu(inner, alpha, limit), SWIGLU_GROUP)
+
+
+def grouped_linear_fp8(
+    x: Tensor,
+    x_scale: Tensor,
+    expert_start: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """linear_fp8(x, weight[e], bias[e]) for the rows expert_start[e] : expert_start[e + 1]
+
+    x e4m3 [R, I], x_scale fp32 [R, ceil(I / 64)]; weight e4m3 [E, H, I], weight_scale fp32
+    [E, ceil(H / 128), ceil(I / 128)]; bias [E, H] -> dtype [R, H].
+    """
+    return _grouped(x, x_scale, expert_start, weight, weight_scale, bias, dtype)
+
+
+def _grouped(
+    x: Tensor,
+    x_scale: Tensor,
+    expert_start: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    starts = expert_start.tolist()
+    assert len(starts) == len(weight) + 1
+    assert starts[0] == 0
+    assert starts[-1] == len(x)
+    out = x.new_empty(len(x), weight.shape[1], dtype=dtype)
+    for expert, (first, end) in enumerate(pairwise(starts)):
+        if end > first:
+            rows = slice(first, end)
+            part = (weight[expert], weight_scale[expert], bias[expert])
+            out[rows] = linear_fp8(x[rows], x_scale[rows], *part, dtype=dtype)
+    return out
+
+
 def experts(
     x: Tensor,
     chosen: Tensor,
     chosen_weights: Tensor,
-    w13: Tensor,
+    w13: Tensor | Fp8Weight | Mxfp4Weight,
     w13_bias: Tensor,
-    w2: Tensor,
+    w2: Tensor | Fp8Weight | Mxfp4Weight,
     w2_bias: Tensor,
     *,
     swiglu_alpha: float,
@@ -293,11 +414,34 @@ def experts(
     outputs = x.new_empty(num_tokens * num_chosen, hidden_size)
     for expert, rows in enumerate(order.split(counts)):
         if len(rows):
-            inner = linear(x[rows // num_chosen], w13[expert], w13_bias[expert])
-            inner = swiglu(inner, swiglu_alpha, swiglu_limit)
-            outputs[rows] = linear(inner, w2[expert], w2_bias[expert])
+            outputs[rows] = _expert(
+                x[rows // num_chosen],
+                *(w13[expert], w13_bias[expert], w2[expert], w2_bias[expert]),
+                *(swiglu_alpha, swiglu_limit),
+            )
     outputs = outputs.view(num_tokens, num_chosen, hidden_size).float()
     return (outputs * chosen_weights.float()[:, :, None]).sum(1).to(x.dtype)
+
+
+def _expert(
+    x: Tensor,
+    w13: Tensor | Fp8Weight | Mxfp4Weight,
+    w13_bias: Tensor,
+    w2: Tensor | Fp8Weight | Mxfp4Weight,
+    w2_bias: Tensor,
+    alpha: float,
+    limit: float,
+) -> Tensor:
+    """One expert's rows: [R, H] -> [R, H], in x.dtype."""
+    if isinstance(w13, Tensor):
+        assert isinstance(w2, Tensor)
+        return linear(swiglu(linear(x, w13, w13_bias), alpha, limit), w2, w2_bias)
+    w13 = w13.widen() if isinstance(w13, Mxfp4Weight) else w13
+    w2 = w2.widen() if isinstance(w2, Mxfp4Weight) else w2
+    assert isinstance(w2, Fp8Weight)
+    inner = linear_fp8(*quantise(x), w13.values, w13.scale, w13_bias, dtype=torch.float32)
+    inner = quantise(swiglu(inner, alpha, limit), SWIGLU_GROUP)
+    return linear_fp8(*inner, w2.values, w2.scale, w2_bias, dtype=x.dtype)
 
 
 def select_rows(hidden: Tensor, rows: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gptoss_engine.checkpoint import Checkpoint, InvalidCheckpoint, describe
-from gptoss_engine.mxfp4 import dequantise
 from gptoss_engine.weights import Weights
+from gptoss_kernels.mxfp4 import dequantise
 
 from ..tiny_checkpoint import TinyCheckpoint, dequantised_tensors, original_tensors, write
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from gptoss_engine.mxfp4 import dequantise
+from gptoss_kernels.mxfp4 import dequantise
 
 from ..tiny_checkpoint import expand_mxfp4, quantise_mxfp4
 

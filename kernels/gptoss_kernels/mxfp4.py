@@ -1,0 +1,105 @@
+"""MXFP4: 32 four-bit values along K share one power of two. Widened to FP8 or more without loss."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gptoss_kernels.fp8 import BLOCK, E4M3, Fp8Weight, exact_scale, num_blocks
+
+GROUP = 32  # values that share one scale, along the contracted dimension
+NAN_SCALE = 255
+
+_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_VALUES = torch.tensor([*_POSITIVE, *(-value for value in _POSITIVE)])  # bit 3 is the sign
+# Both values of a byte, the low nibble first: it holds the even index.
+_PAIRS = torch.stack((_VALUES.repeat(16), _VALUES.repeat_interleave(16)), dim=-1)
+_FACTORS = torch.tensor([2.0 ** (byte - 127) for byte in range(NAN_SCALE)] + [float("nan")])
+
+# floor(log2) of each value without its sign; a zero needs no scale.
+_NO_EXPONENT = -1000
+_EXPONENTS = torch.tensor([_NO_EXPONENT, -1, 0, 0, 1, 1, 2, 2], dtype=torch.int32)
+# Powers of two between a group and the scale of its block, from where all becomes zero.
+_LEAST_SHIFT, _LARGEST_SHIFT = -13, 9
+_SHIFTS = torch.arange(_LEAST_SHIFT, _LARGEST_SHIFT + 1)
+_SHIFTED = (_PAIRS * torch.exp2(_SHIFTS.float())[:, None, None]).clamp(-448, 448)
+_E4M3_PAIRS = _SHIFTED.to(E4M3).view(torch.int16).flatten()  # [shifts * 256], two values each
+_IS_EXACT = (_E4M3_PAIRS.view(E4M3).float() == _SHIFTED.flatten()).view(-1, 2).all(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4Weight:
+    """blocks u8 [..., N, K / 32, 16]; scales u8 [..., N, K / 32];
+    block_scale fp32 [..., ceil(N / 128), ceil(K / 128)]: that of the Fp8Weight it widens to."""
+
+    blocks: Tensor
+    scales: Tensor
+    block_scale: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.scales.shape[:-1], self.scales.shape[-1] * GROUP))
+
+    @property
+    def num_bytes(self) -> int:
+        return self.blocks.nbytes + self.scales.nbytes + self.block_scale.nbytes
+
+    def __getitem__(self, index: int) -> "Mxfp4Weight":
+        return Mxfp4Weight(self.blocks[index], self.scales[index], self.block_scale[index])
+
+    def widen(self) -> Fp8Weight:
+        """The same numbers, where the block holds them exactly; of one expert, [N, K]."""
+        return widen(self.blocks, self.scales, self.block_scale)[0]
+
+
+def dequantise(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """u8 [..., K / 32, 16] and u8 [..., K / 32] -> [..., K]: value * 2^(scale - 127)
+
+    Exact in fp32 and bf16, short of their largest exponents: a value has two significant bits.
+    """
+    assert blocks.shape == (*scales.shape, GROUP // 2)
+    pairs = _PAIRS.to(device=blocks.device, dtype=dtype)
+    factors = _FACTORS.to(device=blocks.device, dtype=dtype)
+    values = torch.nn.functional.embedding(blocks.int(), pairs).flatten(-2)
+    return (values * factors[scales.int()][..., None]).flatten(-2)
+
+
+def block_scale(blocks: Tensor, scales: Tensor) -> Tensor:
+    """The power of two for each 128 x 128 block, by its largest value: see fp8.exact_scale.
+
+    u8 [N, K / 32, 16] and u8 [N, K / 32] -> fp32 [ceil(N / 128), ceil(K / 128)]; 1 for zeros.
+    """
+    assert blocks.shape == (*scales.shape, GROUP // 2)
+    largest = torch.maximum((blocks & 7).amax(-1), ((blocks >> 4) & 7).amax(-1))
+    exponents = _EXPONENTS.to(blocks.device)
+    exponent = (
+        scales.int() - 127 + exponents.index_select(0, largest.int().flatten()).view_as(scales)
+    )
+    rows, columns = num_blocks(scales.shape[0]), num_blocks(scales.shape[1] * GROUP)
+    filled = exponent.new_full((rows * BLOCK, columns * BLOCK // GROUP), _NO_EXPONENT)
+    filled[: scales.shape[0], : scales.shape[1]] = exponent
+    highest = filled.view(rows, BLOCK, columns, BLOCK // GROUP).amax((1, 3))
+    return torch.where(highest > _NO_EXPONENT // 2, exact_scale(highest), 1.0)
+
+
+def widen(blocks: Tensor, scales: Tensor, block_scale: Tensor) -> tuple[Fp8Weight, Tensor]:
+    """The e4m3 values at the given block scales, to the nearest, and the blocks [ceil(N / 128),
+    ceil(K / 128)] (bool) where one is not exact: its exponents spread too far.
+
+    u8 [N, K / 32, 16] and u8 [N, K / 32]; block_scale as from `block_scale`.
+    """
+    assert blocks.shape == (*scales.shape, GROUP // 2)
+    rows, groups = scales.shape
+    exponent = torch.frexp(block_scale).exponent - 1
+    exponent = exponent.repeat_interleave(BLOCK, dim=0)[:rows]
+    exponent = exponent.repeat_interleave(BLOCK // GROUP, dim=1)[:, :groups]
+    shift = (scales.int() - 127 - exponent).clamp(_LEAST_SHIFT, _LARGEST_SHIFT) - _LEAST_SHIFT
+    index = (shift[..., None] * 256 + blocks).flatten()
+    values = _E4M3_PAIRS.to(blocks.device).index_select(0, index).view(E4M3)
+    inexact = torch.zeros_like(block_scale, dtype=torch.bool)
+    is_far = shift < -8 - _LEAST_SHIFT  # 0.5 and 1.5 are exact down to here, others further
+    if is_far.any():
+        is_exact = _IS_EXACT.to(blocks.device).index_select(0, index)
+        row, group = (~is_exact.view(rows, groups, -1).all(-1)).nonzero(as_tuple=True)
+        inexact[row // BLOCK, group // (BLOCK // GROUP)] = True
+    return Fp8Weight(values.view(rows, groups * GROUP), block_scale), inexact
