@@ -147,9 +147,10 @@ def linear_fp8(
 _launches: dict[tuple[object, ...], runtime.Launch] = {}
 
 
-_FEW_ROWS_TILES = tuple(Tile(columns, m_groups=1, k_groups=2) for columns in (24, 40))
+_FEW_ROWS_TILES = tuple(Tile(columns, m_groups=1, k_groups=2) for columns in (24, 40, 64, 80))
 _MANY_ROWS_TILES = (
     Tile(192, m_groups=1, k_groups=2),
+    Tile(192),
     Tile(96),
     Tile(160),
     Tile(128, m_groups=3, cluster_n=2),
@@ -164,9 +165,9 @@ def choose_tile(m: int, n: int, k: int, num_blocks: int) -> Tile:
     rounds, times a tile's area and a little for its start and end. The numbers fit a sweep over
     tiles on an H200 (tests/bench/bench_linear.py --sweep).
     """
-    if m <= 64 and k > _SCALE_BLOCK:
+    if m <= 128 and k > _SCALE_BLOCK:
         for tile in _FEW_ROWS_TILES:
-            if -(-n // tile.columns) <= num_blocks:
+            if -(-m // tile.rows) * -(-n // tile.columns) <= num_blocks:
                 return tile
 
     def cost(tile: Tile) -> float:

@@ -36,8 +36,8 @@ PEAK_FLOPS, PEAK_BYTES = 1430e12, 4.5e12  # measured on an H200, see the perform
 SWEPT_TILES = {
     64: tuple(Tile(columns, m_groups=1, k_groups=2) for columns in (24, 32, 40, 48, 64, 80)),
     1024: (
-        *(Tile(columns, m_groups=1, k_groups=2) for columns in (48, 64, 80, 192)),
-        *(Tile(columns) for columns in (48, 64, 96, 128, 160, 192)),
+        *(Tile(columns, m_groups=1, k_groups=2) for columns in (32, 48, 64, 80, 184, 192)),
+        *(Tile(columns) for columns in (24, 32, 40, 48, 64, 88, 96, 128, 160, 192)),
     ),
     1 << 30: (
         *(Tile(columns) for columns in (96, 128, 160, 192)),

@@ -20,6 +20,8 @@ SERVED_TILES = sorted(
 # Beyond those: odd columns, one warpgroup, two waves of odd columns, and clusters both ways.
 TILES = (
     *SERVED_TILES,
+    *(Tile(columns, m_groups=1, k_groups=2) for columns in (32, 48, 64, 80)),
+    *(Tile(columns) for columns in (32, 48, 64, 192)),
     Tile(24),
     Tile(128, m_groups=1),
     Tile(160, cluster_m=2),
