@@ -1,0 +1,408 @@
+"""Checkpoint folders that are written whole or not at all, tensor by tensor, and can be resumed.
+
+All work is done in .NAME.partial beside the folder NAME that it becomes:
+
+    lock            held by the process that writes
+    job.json        what is written: another job is refused
+    finished.json   the size, checksum and notes of each file of tensors that is whole on the disk
+    content/        renamed to NAME at the end
+
+The bytes depend on the tensors alone, not on interruptions, threads or dates.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import struct
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from torch import Tensor
+
+INDEX_FILE = "model.safetensors.index.json"
+CHECKSUMS_FILE = "SHA256SUMS"
+SPARE_BYTES = 64 * 2**20  # left free on the disk, for folders and small files
+
+# safetensors' names. Files hold their tensors in this order, so that all lie on multiples of their
+# element's size.
+_DTYPES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.uint8: "U8",
+}
+_ORDER = list(_DTYPES)
+
+
+class CannotWrite(RuntimeError):
+    """The folder is not there: a sentence that says why, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorGroup:
+    """Tensors that lie in one file and are made together.
+
+    tensors: name -> (dtype, shape). produce yields their elements, one tensor after another in
+    that order, in pieces: tensors of the same dtype and of any shape, each of one tensor alone.
+    What produce returns as a generator (anything that JSON holds) is kept as the group's notes.
+    """
+
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    produce: Callable[[], Iterable[Tensor]]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(prod(shape) * dtype.itemsize for dtype, shape in self.tensors.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """num_bytes: of all tensors; num_kept_bytes: of those that an earlier run had finished."""
+
+    num_files: int
+    num_bytes: int
+    num_kept_bytes: int
+
+
+def write_checkpoint(
+    target: Path,
+    groups: Sequence[TensorGroup],
+    *,
+    files: Mapping[str, bytes],
+    identity: Mapping[str, Any],
+    shard_bytes: int,
+    description: str,
+    summarise: Callable[[list[Any]], Mapping[str, bytes]] = lambda _: {},
+) -> Written:
+    """Writes the folder `target`: safetensors files, their index, `files`, and checksums.
+
+    A file holds groups in their order, as many as fit into shard_bytes, at least one. summarise
+    makes further files of all groups' notes. identity (JSON) decides whether what an earlier run
+    left is of the same job; description is what the progress bar and errors call it.
+    Raises CannotWrite; what was finished is then kept, and so it is when the process is killed.
+    """
+    target = Path(os.path.abspath(target))
+    work = target.with_name(f".{target.name}.partial")
+    plan = _plan(groups, shard_bytes)
+    job = {"description": description, "identity": identity, "plan": _digest(plan)}
+    with _sentences(target, work):
+        _refuse_existing(target, work)
+        work.mkdir(parents=True, exist_ok=True)
+    try:
+        with _locked(target, work):
+            with _sentences(target, work):
+                _refuse_existing(target, work)
+                folder = _Folder.open(work, job, plan)
+                _check_room(target, plan, folder)
+            num_kept = sum(file.tensor_bytes for file in plan if file.name in folder.finished)
+            with _sentences(target, work):
+                _write_tensors(plan, folder, description)
+                notes = [note for file in plan for note in folder.finished[file.name]["notes"]]
+                _write_small_files(plan, folder, {**files, **summarise(notes)})
+                os.rename(folder.content, target)
+                _sync_folder(target.parent)
+                shutil.rmtree(work, ignore_errors=True)
+    except KeyboardInterrupt:
+        Console(stderr=True, soft_wrap=True).print(f"interrupted; {_kept(work)}", markup=False)
+        raise
+    return Written(len(plan), sum(file.tensor_bytes for file in plan), num_kept)
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """One file of tensors. header: with its length in front; offsets: of each tensor's bytes."""
+
+    name: str
+    groups: tuple[TensorGroup, ...]
+    header: bytes
+    offsets: dict[str, int]
+    tensor_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.header) + self.tensor_bytes
+
+
+def _plan(groups: Sequence[TensorGroup], shard_bytes: int) -> list[_File]:
+    files: list[list[TensorGroup]] = []
+    room = 0
+    for group in groups:
+        if not files or group.num_bytes > room:
+            files.append([])
+            room = shard_bytes
+        files[-1].append(group)
+        room -= group.num_bytes
+    if len(files) == 1:
+        return [_file("model.safetensors", files[0])]
+    return [
+        _file(f"model-{number:05}-of-{len(files):05}.safetensors", each)
+        for number, each in enumerate(files, start=1)
+    ]
+
+
+def _file(name: str, groups: list[TensorGroup]) -> _File:
+    tensors = [each for group in groups for each in group.tensors.items()]
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    begins: dict[str, int] = {}
+    end = 0
+    for tensor, (dtype, shape) in sorted(
+        tensors, key=lambda item: (_ORDER.index(item[1][0]), item[0])
+    ):
+        assert tensor not in begins, f"{tensor} is in two groups"
+        begins[tensor], end = end, end + prod(shape) * dtype.itemsize
+        header[tensor] = {
+            "dtype": _DTYPES[dtype],
+            "shape": [*shape],
+            "data_offsets": [begins[tensor], end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    text = struct.pack("<Q", len(text)) + text
+    offsets = {tensor: len(text) + begin for tensor, begin in begins.items()}
+    return _File(name, tuple(groups), text, offsets, end)
+
+
+def _digest(plan: list[_File]) -> str:
+    digest = hashlib.sha256()
+    for file in plan:
+        digest.update(file.name.encode() + file.header)
+    return digest.hexdigest()
+
+
+class _Folder:
+    """The folder of a job's work, with a lock held on it."""
+
+    def __init__(self, work: Path, finished: dict[str, Any]) -> None:
+        self.content = work / "content"
+        self.finished = finished
+        self._record = work / "finished.json"
+
+    @classmethod
+    def open(cls, work: Path, job: Mapping[str, Any], plan: list[_File]) -> "_Folder":
+        """With what an earlier run of the same job has finished, and nothing else in it."""
+        described = work / "job.json"
+        if not described.exists():
+            if strangers := {path.name for path in work.iterdir()} - {"lock", "job.json.new"}:
+                raise CannotWrite(f"{work} is in the way: it holds {min(strangers)}, not our work")
+            _write_durably(described, _json(job))
+        elif described.read_bytes() != _json(job):
+            raise CannotWrite(
+                f"{work} holds the unfinished result of another run: {_description(described)}, "
+                "other options or another source; repeat that run, or remove this folder"
+            )
+        record = work / "finished.json"
+        finished = json.loads(record.read_bytes()) if record.exists() else {}
+        folder = cls(work, {})
+        folder.content.mkdir(exist_ok=True)
+        for file in plan:
+            path = folder.content / file.name
+            is_whole = path.is_file() and path.stat().st_size == file.num_bytes
+            if file.name in finished and is_whole:
+                folder.finished[file.name] = finished[file.name]
+        for path in folder.content.iterdir():
+            if path.name not in folder.finished:
+                path.unlink()
+        return folder
+
+    def finish(self, name: str, notes: list[Any]) -> None:
+        """The file's bytes are all written: makes them durable, and the record of it."""
+        path = self.content / name
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            checksum = hashlib.file_digest(file, "sha256").hexdigest()
+        _sync_folder(self.content)
+        self.finished[name] = {"sha256": checksum, "notes": notes}
+        _write_durably(self._record, _json(self.finished))
+
+
+def _check_room(target: Path, plan: list[_File], folder: _Folder) -> None:
+    missing = sum(file.num_bytes for file in plan if file.name not in folder.finished)
+    free = shutil.disk_usage(folder.content).free
+    if missing + SPARE_BYTES > free:
+        raise CannotWrite(
+            f"{target} needs {decimal(missing)} more and {decimal(SPARE_BYTES)} to spare, and "
+            f"{decimal(free)} are free on its disk"
+        )
+
+
+def _write_tensors(plan: list[_File], folder: _Folder, description: str) -> None:
+    """All files that are not finished. Checksums are computed while the next file is written."""
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        disable=not sys.stderr.isatty(),
+        transient=True,
+    )
+    with progress, ThreadPoolExecutor(1, "finish") as executor:
+        kept = sum(file.tensor_bytes for file in plan if file.name in folder.finished)
+        total = sum(file.tensor_bytes for file in plan)
+        task = progress.add_task(description, total=total, completed=kept)
+        finishing: Future[None] | None = None
+        for file in plan:
+            if file.name in folder.finished:
+                continue
+            notes = _write_file(
+                folder.content / file.name, file, lambda size: progress.advance(task, size)
+            )
+            if finishing:
+                finishing.result()
+            finishing = executor.submit(folder.finish, file.name, notes)
+        if finishing:
+            finishing.result()
+
+
+def _write_file(path: Path, file: _File, advance: Callable[[int], None]) -> list[Any]:
+    """The header, and each tensor at its place. Returns the groups' notes."""
+    with path.open("wb", buffering=0) as out:
+        _write_at(out.fileno(), file.header, 0)
+        return [_write_group(out.fileno(), group, file.offsets, advance) for group in file.groups]
+
+
+def _write_group(
+    descriptor: int,
+    group: TensorGroup,
+    offsets: Mapping[str, int],
+    advance: Callable[[int], None],
+) -> Any:
+    pieces = _WithNotes(group.produce())
+    places = iter(group.tensors.items())
+    name, left, position = "", 0, 0
+    for piece in pieces:
+        if not piece.nbytes:
+            continue
+        while not left:
+            name, (dtype, shape) = next(places)
+            left, position = prod(shape) * dtype.itemsize, offsets[name]
+        assert piece.dtype == group.tensors[name][0], f"{name}: a piece of {piece.dtype}"
+        assert piece.nbytes <= left, f"{name}: more than its shape holds"
+        content = piece.cpu().contiguous().flatten().view(torch.uint8).numpy()
+        _write_at(descriptor, content, position)
+        left, position = left - piece.nbytes, position + piece.nbytes
+        advance(piece.nbytes)
+    assert not left, f"{name}: {left} bytes were not produced"
+    assert not any(prod(shape) for _, (_, shape) in places), f"{name}: and no tensor after it"
+    return pieces.notes
+
+
+class _WithNotes:
+    """Iterates once, and keeps what a generator returns."""
+
+    def __init__(self, pieces: Iterable[Tensor]) -> None:
+        self._pieces = pieces
+        self.notes: Any = None
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.notes = yield from self._pieces
+
+
+def _write_at(descriptor: int, content: Any, position: int) -> None:
+    view = memoryview(content)
+    while view:
+        count = os.pwrite(descriptor, view, position)
+        view, position = view[count:], position + count
+
+
+def _write_small_files(plan: list[_File], folder: _Folder, files: Mapping[str, bytes]) -> None:
+    files = dict(files)
+    if len(plan) > 1:
+        weight_map = {name: file.name for file in plan for name in file.offsets}
+        total = sum(file.tensor_bytes for file in plan)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        files[INDEX_FILE] = _json(index)
+    checksums = {name: each["sha256"] for name, each in folder.finished.items()}
+    assert not checksums.keys() & files.keys(), "a file has the name of a file of tensors"
+    checksums |= {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    lines = [f"{checksum}  {name}\n" for name, checksum in sorted(checksums.items())]
+    files[CHECKSUMS_FILE] = "".join(lines).encode()
+    for name, content in files.items():
+        _write_durably(folder.content / name, content)
+
+
+def _write_durably(path: Path, content: bytes) -> None:
+    """The file appears whole, by one rename, and outlives a crash of the machine."""
+    partial = path.with_name(f"{path.name}.new")
+    with partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _locked(target: Path, work: Path) -> Iterator[None]:
+    with _sentences(target, work):
+        descriptor = os.open(work / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        with _sentences(target, work):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise CannotWrite(f"another process is writing {target} at this moment") from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _sentences(target: Path, work: Path) -> Iterator[None]:
+    """The system's refusals in words."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        kept = f"; {_kept(work)}" if (work / "job.json").exists() else ""
+        raise CannotWrite(f"cannot write {target}: {reason}{kept}") from error
+
+
+def _kept(work: Path) -> str:
+    return f"finished files are kept in {work}: repeat the command to go on, or remove that folder"
+
+
+def _refuse_existing(target: Path, work: Path) -> None:
+    if os.path.lexists(target):
+        if not (work / "content").exists():  # a run was killed right after its last rename
+            shutil.rmtree(work, ignore_errors=True)
+        raise CannotWrite(f"{target} exists already: choose another folder, or remove it")
+
+
+def _description(job: Path) -> str:
+    try:
+        return str(json.loads(job.read_bytes())["description"])
+    except (ValueError, KeyError, TypeError):
+        return "job.json cannot be read"
+
+
+def _json(values: Mapping[str, Any]) -> bytes:
+    return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
