@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gptoss_kernels.fp8 import BLOCK, E4M3, Fp8Weight, exact_scale, num_blocks
+from gptoss_kernels.fp8 import BLOCK, E4M3, Fp8Weight, num_blocks, power_of_two
 
 GROUP = 32  # values that share one scale, along the contracted dimension
 NAN_SCALE = 255
@@ -16,9 +16,7 @@ _VALUES = torch.tensor([*_POSITIVE, *(-value for value in _POSITIVE)])  # bit 3 
 _PAIRS = torch.stack((_VALUES.repeat(16), _VALUES.repeat_interleave(16)), dim=-1)
 _FACTORS = torch.tensor([2.0 ** (byte - 127) for byte in range(NAN_SCALE)] + [float("nan")])
 
-# floor(log2) of each value without its sign; a zero needs no scale.
-_NO_EXPONENT = -1000
-_EXPONENTS = torch.tensor([_NO_EXPONENT, -1, 0, 0, 1, 1, 2, 2], dtype=torch.int32)
+_NO_EXPONENT = -1000  # of a group of zeros
 # Powers of two between a group and the scale of its block, from where all becomes zero.
 _LEAST_SHIFT, _LARGEST_SHIFT = -13, 9
 _SHIFTS = torch.arange(_LEAST_SHIFT, _LARGEST_SHIFT + 1)
@@ -55,31 +53,45 @@ class Mxfp4Weight:
 def dequantise(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """u8 [..., K / 32, 16] and u8 [..., K / 32] -> [..., K]: value * 2^(scale - 127)
 
-    Exact in fp32 and bf16, short of their largest exponents: a value has two significant bits.
+    Exact in fp32 and bf16 where that is finite: a value has two significant bits. The byte 255
+    stands for NaN.
     """
     assert blocks.shape == (*scales.shape, GROUP // 2)
     pairs = _PAIRS.to(device=blocks.device, dtype=dtype)
     factors = _FACTORS.to(device=blocks.device, dtype=dtype)
-    values = torch.nn.functional.embedding(blocks.int(), pairs).flatten(-2)
-    return (values * factors[scales.int()][..., None]).flatten(-2)
+    # Both values of a byte are fetched as one.
+    pairs = pairs.view(torch.int64 if dtype.itemsize == 4 else torch.int32).flatten()
+    values = pairs.index_select(0, blocks.int().flatten()).view(dtype)
+    values = values.view(*scales.shape, GROUP)
+    return values.mul_(factors[scales.int()][..., None]).flatten(-2)
 
 
 def block_scale(blocks: Tensor, scales: Tensor) -> Tensor:
-    """The power of two for each 128 x 128 block, by its largest value: see fp8.exact_scale.
+    """The least power of two for each 128 x 128 block that brings its values to at most 448.
 
     u8 [N, K / 32, 16] and u8 [N, K / 32] -> fp32 [ceil(N / 128), ceil(K / 128)]; 1 for zeros.
+    Raises ValueError if a scale is no number.
     """
     assert blocks.shape == (*scales.shape, GROUP // 2)
-    largest = torch.maximum((blocks & 7).amax(-1), ((blocks >> 4) & 7).amax(-1))
-    exponents = _EXPONENTS.to(blocks.device)
-    exponent = (
-        scales.int() - 127 + exponents.index_select(0, largest.int().flatten()).view_as(scales)
-    )
-    rows, columns = num_blocks(scales.shape[0]), num_blocks(scales.shape[1] * GROUP)
+    if (scales == NAN_SCALE).any():
+        count = int((scales == NAN_SCALE).sum())
+        raise ValueError(f"{count} of an MXFP4 weight's {scales.numel()} scales are not numbers")
+    # Eight bytes at a time: which bits a group's values have tells the exponent of the largest.
+    aligned = blocks if blocks.storage_offset() % 8 == 0 else blocks.clone()
+    first, second = aligned.view(torch.int64).unbind(-1)
+    either = first | second
+    sixes = (first & first << 1) | (second & second << 1)
+    steps = ((either & 0x7777777777777777) != 0).int()  # 0 for zeros, 1 for up to 0.5
+    steps += (either & 0x6666666666666666) != 0  # up to 1.5
+    steps += (either & 0x4444444444444444) != 0  # up to 4
+    steps += (sixes & 0x4444444444444444) != 0
+    exponent = torch.where(steps > 0, scales + (steps - 2), _NO_EXPONENT)
+    rows, columns = map(num_blocks, (scales.shape[0], scales.shape[1] * GROUP))
     filled = exponent.new_full((rows * BLOCK, columns * BLOCK // GROUP), _NO_EXPONENT)
     filled[: scales.shape[0], : scales.shape[1]] = exponent
     highest = filled.view(rows, BLOCK, columns, BLOCK // GROUP).amax((1, 3))
-    return torch.where(highest > _NO_EXPONENT // 2, exact_scale(highest), 1.0)
+    # The largest becomes 256 or 384: MXFP4 has no 448.
+    return torch.where(highest >= -1, power_of_two(highest - 127 - 8), 1.0)
 
 
 def widen(blocks: Tensor, scales: Tensor, block_scale: Tensor) -> tuple[Fp8Weight, Tensor]:

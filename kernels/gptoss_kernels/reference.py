@@ -16,9 +16,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gptoss_kernels.fp8 import BLOCK, E4M3, E4M3_MAX, SWIGLU_GROUP, Fp8Weight, num_blocks
+from gptoss_kernels.fp8 import (
+    BLOCK,
+    E4M3,
+    E4M3_MAX,
+    SWIGLU_GROUP,
+    Fp8Weight,
+    num_blocks,
+    widen_values,
+)
 from gptoss_kernels.mxfp4 import Mxfp4Weight
 
+ROW_TILE = 2048  # rows of an FP8 weight that are widened at a time stay in a CPU's cache
 QUERY_TILE = 256  # a tile of a window layer sees 127 keys more than it has queries
 MAX_SCORES = 2**24  # 64 MiB of scores: a long context gets fewer queries a tile
 LEAST_EXPONENT = -87.0  # exp(-87) is nearly the smallest normal fp32
@@ -88,7 +97,8 @@ def linear_fp8(
 
     x e4m3 [T, K]; x_scale fp32 [T, ceil(K / group)], group 128 or 64; weight e4m3 [N, K];
     weight_scale fp32 [ceil(N / 128), ceil(K / 128)]; bias [N] -> dtype [T, N]. The sum of each
-    group is fp32, and is scaled as it is added to the others and the bias, in fp32.
+    group is exact, rounded to fp32, and scaled as it is added to the others, in their order and
+    in fp32: a row's result depends on no other row, and not on the machine.
     """
     (num_tokens, width), num_rows = x.shape, weight.shape[0]
     group = BLOCK if x_scale.shape[1] == num_blocks(width) else SWIGLU_GROUP
@@ -98,12 +108,17 @@ def linear_fp8(
     assert bias is None or bias.shape == (num_rows,)
     row_scale = weight_scale.repeat_interleave(BLOCK, dim=0)[:num_rows]
     out = x.new_zeros(num_tokens, num_rows, dtype=torch.float32)
-    if bias is not None:
-        out += bias.float()
     for index, first in enumerate(range(0, width, group)):
         columns = slice(first, first + group)
-        product = x[:, columns].float() @ weight[:, columns].float().T
-        out += product * (x_scale[:, index, None] * row_scale[:, first // BLOCK])
+        # Products of e4m3 are multiples of 2^-18 up to 2^18: in fp64 no sum of 128 is rounded.
+        part = widen_values(x[:, columns], torch.float64)
+        for tile in range(0, num_rows, ROW_TILE):
+            rows = slice(tile, tile + ROW_TILE)
+            product = part @ widen_values(weight[rows, columns], torch.float64).T
+            scale = x_scale[:, index, None] * row_scale[rows, first // BLOCK]
+            out[:, rows] += product.float() * scale
+    if bias is not None:
+        out += bias
     return out.to(dtype)
 
 
