@@ -1,11 +1,16 @@
 """Random checkpoints of any size in every layout that the engine reads, from one set of weights.
+Written without the engine's own conversions, which the tests compare with these.
 
 The scales are chosen so that a tiny model behaves like one: attention is neither uniform nor
 one-hot, SwiGLU's clamps are met, routing is uneven, and no two layouts can be mixed up unnoticed.
 """
 
 import json
+import math
+import re
+from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +226,85 @@ def dequantised_tensors(original: dict[str, Tensor], size: TinySize) -> dict[str
             weight = expand_mxfp4(blocks, scales)
             tensors[prefix] = weight.transpose(1, 2).bfloat16()
     return tensors
+
+
+def converted_tensors(
+    original: dict[str, Tensor], size: TinySize, fp8: Collection[str] = ("qkv", "out")
+) -> dict[str, Tensor]:
+    """The same tensors as `gptoss convert` lays them out; fp8: what of qkv, out and lm_head is.
+
+    The experts are exact; the others' scales are the plain ones, amax / 448.
+    """
+    renamed = {"attn.qkv.": "self_attn.qkv_proj.", "mlp.mlp1_": "mlp.experts.w13."}
+    renamed["mlp.mlp2_"] = "mlp.experts.w2."
+    tensors = {}
+    for name, tensor in huggingface_tensors(original, size).items():
+        is_shared = not re.search(r"[qkv]_proj|gate_up_proj|down_proj", name)
+        if is_shared:
+            tensors[name] = tensor
+    for layer in range(size.layers):
+        block, prefix = f"block.{layer}.", f"model.layers.{layer}."
+        for old, new in renamed.items():
+            bias = "attn.qkv.bias" if "qkv" in old else f"{old}bias"
+            tensors[f"{prefix}{new}bias"] = original[block + bias]
+        tensors[f"{prefix}self_attn.qkv_proj.weight"] = original[f"{block}attn.qkv.weight"]
+        for old, new in (("mlp1", "w13"), ("mlp2", "w2")):
+            stored = (original[f"{block}mlp.{old}_weight.{part}"] for part in ("blocks", "scales"))
+            weight = f"{prefix}mlp.experts.{new}.weight"
+            parts = [quantise_fp8(expert, is_exact=True) for expert in expand_mxfp4(*stored)]
+            tensors[weight] = torch.stack([values for values, _ in parts])
+            tensors[f"{weight}_scale"] = torch.stack([scale for _, scale in parts])
+    names = {"qkv": "qkv_proj.weight", "out": "o_proj.weight", "lm_head": "lm_head.weight"}
+    for name in [name for name in tensors if name.endswith(tuple(names[key] for key in fp8))]:
+        tensors[name], tensors[f"{name}_scale"] = quantise_fp8(tensors[name])
+    return tensors
+
+
+def converted_config(size: TinySize) -> dict[str, Any]:
+    return size.huggingface_config() | {
+        "quantization_config": {
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+            "activation_scheme": "dynamic",
+        }
+    }
+
+
+def write_converted(
+    folder: Path,
+    size: TinySize = DEFAULT_SIZE,
+    seed: int = 0,
+    fp8: Collection[str] = ("qkv", "out"),
+) -> Path:
+    """The folder that `gptoss convert` makes of the same weights, short of its choice of scales."""
+    write(
+        folder, converted_tensors(original_tensors(size, seed), size, fp8), converted_config(size)
+    )
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 0, 12]}))
+    return folder
+
+
+def quantise_fp8(weight: Tensor, *, is_exact: bool = False) -> tuple[Tensor, Tensor]:
+    """[N, K] -> e4m3 and the scales of its blocks of 128 x 128; exact ones are powers of two."""
+    rows, columns = weight.shape
+    values = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(-(-rows // 128), -(-columns // 128))
+    for row, column in product(range(scales.shape[0]), range(scales.shape[1])):
+        place = slice(128 * row, 128 * row + 128), slice(128 * column, 128 * column + 128)
+        block = weight[place].float()
+        largest = float(block.abs().max())
+        scale = 2.0 ** (math.floor(math.log2(largest)) - 8) if is_exact else largest / 448
+        values[place], scales[row, column] = (block / scale).to(torch.float8_e4m3fn), scale
+    return values, scales
+
+
+def expand_fp8(values: Tensor, scales: Tensor) -> Tensor:
+    """values * scale, block by block: fp32 [..., N, K]"""
+    expanded = values.float()
+    for row, column in product(range(scales.shape[-2]), range(scales.shape[-1])):
+        place = (..., slice(128 * row, 128 * row + 128), slice(128 * column, 128 * column + 128))
+        expanded[place] *= scales[..., row, column, None, None]
+    return expanded
 
 
 def quantise_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:

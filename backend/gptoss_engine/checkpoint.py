@@ -1,25 +1,42 @@
-"""Checkpoint folders: all tensors are checked before any is read, then each goes to its place."""
+"""Checkpoint folders: every tensor's header is checked, then what is asked for is read in place."""
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gptoss_engine import demo
-from gptoss_engine.layouts import Layout, count_parameters, detect, sources
-from gptoss_engine.model_config import InvalidCheckpoint, ModelConfig, read_json
-from gptoss_kernels.mxfp4 import GROUP, NAN_SCALE, dequantise
+from gptoss_engine.layouts import (
+    Layout,
+    Source,
+    count_parameters,
+    detect,
+    may_be_fp8,
+    scale_name,
+    sources,
+)
+from gptoss_engine.model_config import InvalidCheckpoint, ModelConfig, quant_method, read_json
+from gptoss_engine.tensor_source import EXPERTS, Form, Mxfp4Blocks, Stored
+from gptoss_kernels.fp8 import BLOCK
+from gptoss_kernels.mxfp4 import GROUP, NAN_SCALE
+from gptoss_kernels.ops import Fp8Weight
 
-__all__ = ["Checkpoint", "InvalidCheckpoint", "Summary", "describe"]
+__all__ = ["Checkpoint", "InvalidCheckpoint", "Summary", "checkpoint_folder", "describe"]
 
 INDEX_FILE = "model.safetensors.index.json"
 MAX_NAMED = 8  # tensors that an error names of each fault
+ALL = slice(None)
+ITEM_SIZES = {"BF16": 2, "F32": 4, "U8": 1, "F8_E4M3": 1}
 
 
 class Checkpoint:
-    """An open checkpoint, in any layout: `config`, and tensors by the engine's names."""
+    """An open checkpoint folder, in any layout: a TensorSource. Only what is read is in memory."""
 
     def __init__(self, folder: str | Path) -> None:
         """Reads the configuration and every file's header, no tensor.
@@ -31,49 +48,128 @@ class Checkpoint:
             raise InvalidCheckpoint(f"checkpoint folder {folder} does not exist")
         self.config = ModelConfig.from_folder(self.folder)
         self._files = _open_files(self.folder)
-        self.layout: Layout = detect(self._files)
-        self._sources = sources(self.config, self.layout)
+        self.layout: Layout = self._detect_layout()
+        self._sources = sources(self.config, self.layout, self._dense())
         self._check_sizes()
         self._check_tensors()
+
+    @property
+    def label(self) -> str:
+        return str(self.folder)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The engine's tensors (see layouts.py), whatever the files look like."""
         return {name: source.shape for name, source in self._sources.items()}
 
-    def read_into(self, name: str, destination: Tensor) -> None:
-        """Fills destination, of shapes[name] and of any dtype and device, with the tensor `name`.
+    def form(self, name: str) -> Form:
+        kind = self._sources[name].kind
+        return kind if kind in ("fp8", "mxfp4") else "dense"
 
-        At most one tensor of the files, of experts one expert's share, is in memory besides.
+    def num_bytes(self, name: str) -> int:
+        """Of the tensor in the files."""
+        return sum(
+            prod(shape) * ITEM_SIZES[self._files[part].get_slice(part).get_dtype()]
+            for part, shape in self._sources[name].parts.items()
+        )
+
+    def read(
+        self,
+        name: str,
+        expert: int | None = None,
+        rows: slice = ALL,
+        columns: slice = ALL,
+    ) -> Stored:
+        """See TensorSource. What comes back may be a view of the file: it is not to be written to.
+
+        Raises InvalidCheckpoint where a scale, or an FP8 value, is not a number.
         """
         source = self._sources[name]
-        assert destination.shape == source.shape
+        assert (expert is None) != name.endswith(EXPERTS)
+        matrix = source.shape if expert is None else source.shape[1:]
+        rows = _bounded(rows, matrix[0])
+        columns = _bounded(columns, matrix[-1])  # a vector has none
         names = list(source.parts)
         match source.kind:
             case "rows":
-                rows = destination.split([shape[0] for shape in source.parts.values()])
-                for part, into in zip(names, rows, strict=True):
-                    into.copy_(self._files[part].get_tensor(part))
+                return self._read_rows(source, rows, columns)
             case "transposed":
-                experts = self._files[names[0]].get_slice(names[0])
-                for expert, into in enumerate(destination):
-                    into.copy_(experts[expert].transpose(0, 1))
+                return self._slice(names[0])[expert, columns, rows].transpose(0, 1)
             case "mxfp4":
-                blocks = self._files[names[0]].get_slice(names[0])
-                scales = self._files[names[1]].get_tensor(names[1])
-                if (scales == NAN_SCALE).any():
-                    raise InvalidCheckpoint(
-                        f"{self.folder}: {names[1]} holds a scale byte of {NAN_SCALE}, which is "
-                        "not a number: the file is damaged"
-                    )
-                for expert, into in enumerate(destination):
-                    block, scale = blocks[expert].to(into.device), scales[expert].to(into.device)
-                    into.copy_(dequantise(block, scale, into.dtype))
+                groups = _in_units(columns, GROUP, matrix[1])
+                blocks = self._slice(names[0])[expert, rows, groups]
+                scales = self._slice(names[1])[expert, rows, groups]
+                self._check_mxfp4(names[1], scales)
+                return Mxfp4Blocks(blocks, scales)
+            case "fp8":
+                return self._read_fp8(names, matrix, expert, rows, columns)
+
+    def _slice(self, name: str) -> Any:
+        return self._files[name].get_slice(name)
+
+    def _read_rows(self, source: Source, rows: slice, columns: slice) -> Tensor:
+        pieces, first = [], 0
+        for name, (num_rows, *others) in source.parts.items():
+            start, stop = max(rows.start - first, 0), min(rows.stop - first, num_rows)
+            if start < stop:
+                part = self._slice(name)
+                pieces.append(part[start:stop, columns] if others else part[start:stop])
+            first += num_rows
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def _read_fp8(
+        self,
+        names: list[str],
+        matrix: tuple[int, ...],
+        expert: int | None,
+        rows: slice,
+        columns: slice,
+    ) -> Fp8Weight:
+        cuts = (rows, columns)
+        blocks = tuple(_in_units(cut, BLOCK, size) for cut, size in zip(cuts, matrix, strict=True))
+        first = () if expert is None else (expert,)
+        values, scale = self._slice(names[0])[*first, *cuts], self._slice(names[1])[*first, *blocks]
+        if _has_nan(values):
+            raise self._damaged(names[0], "an FP8 value that is not a number")
+        if not bool(((scale > 0) & scale.isfinite()).all()):
+            raise self._damaged(names[1], "a scale that is not a positive number")
+        return Fp8Weight(values, scale)
+
+    def _check_mxfp4(self, name: str, scales: Tensor) -> None:
+        if bool((scales == NAN_SCALE).any()):
+            raise self._damaged(name, f"a scale byte of {NAN_SCALE}, which is not a number")
+
+    def _damaged(self, name: str, fault: str) -> InvalidCheckpoint:
+        return InvalidCheckpoint(f"{self.folder}: {name} holds {fault}: the file is damaged")
+
+    def _detect_layout(self) -> Layout:
+        """By the tensors' names, which config.json must not contradict."""
+        layout, method = detect(self._files), quant_method(self.folder)
+        if (layout == "fp8") == (method == "fp8"):
+            return layout
+        says = "no quantization_config" if method is None else f"quant_method {method!r}"
+        raise InvalidCheckpoint(
+            f"{self.folder}: config.json has {says}, but the tensors have the names of the "
+            f"{layout} layout"
+        )
+
+    def _dense(self) -> set[str]:
+        """What the fp8 layout may hold in FP8 and here does not: it has no scales."""
+        if self.layout != "fp8":
+            return set()
+        return {
+            name
+            for name, weight in may_be_fp8(self.config).items()
+            if scale_name(weight) not in self._files and not self._is_fp8(weight)
+        }
+
+    def _is_fp8(self, name: str) -> bool:
+        return name in self._files and self._slice(name).get_dtype() == "F8_E4M3"
 
     def _check_sizes(self) -> None:
         for name in ("hidden_size", "intermediate_size"):
             size = getattr(self.config, name)
-            if self.layout != "dequantised" and size % GROUP:
+            if self.layout in ("huggingface", "original") and size % GROUP:
                 raise InvalidCheckpoint(
                     f"{self.folder}: {name} must be a multiple of {GROUP} where experts are "
                     f"MXFP4, got {size}"
@@ -88,14 +184,34 @@ class Checkpoint:
                     missing.append(name)
                     continue
                 unknown.remove(name)
-                header = self._files[name].get_slice(name)
+                header, dtypes = self._slice(name), source.dtypes[name]
                 if (found := tuple(header.get_shape())) != shape:
                     unfitting.append(f"{name} has shape {[*found]}, not {[*shape]}")
-                elif (dtype := header.get_dtype()) not in source.dtypes:
-                    unfitting.append(f"{name} is {dtype}, not {' or '.join(source.dtypes)}")
+                elif (dtype := header.get_dtype()) not in dtypes:
+                    unfitting.append(f"{name} is {dtype}, not {' or '.join(dtypes)}")
         faults = {"missing": missing, "unknown": sorted(unknown), "unfitting": unfitting}
         if sentence := "; ".join(_named(fault, names) for fault, names in faults.items() if names):
             raise InvalidCheckpoint(f"{self.folder} ({self.layout} layout): {sentence}")
+
+
+def _has_nan(values: Tensor) -> bool:
+    """e4m3 has two, 0x7f and 0xff. Looked for by two passes that copy nothing."""
+    return (
+        int(values.view(torch.int8).amax()) == 0x7F or int(values.view(torch.uint8).amax()) == 0xFF
+    )
+
+
+def _bounded(cut: slice, size: int) -> slice:
+    start, stop, step = cut.indices(size)
+    assert step == 1
+    return slice(start, stop)
+
+
+def _in_units(cut: slice, unit: int, size: int) -> slice:
+    """Elements to blocks or groups; the cut lies on their borders or at the end."""
+    assert cut.start % unit == 0
+    assert cut.stop % unit == 0 or cut.stop == size
+    return slice(cut.start // unit, -(-cut.stop // unit))
 
 
 def checkpoint_folder(model: str) -> Path:
@@ -105,7 +221,11 @@ def checkpoint_folder(model: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a checkpoint folder holds. num_bytes: of its tensor files, on disk."""
+    """What a checkpoint folder holds.
+
+    num_bytes: of its tensor files, on disk. bytes_by_form: of its tensors, by how they are stored.
+    weights: the forms of the matrices that have a choice; more than one where layers differ.
+    """
 
     folder: Path
     layout: Layout
@@ -113,6 +233,8 @@ class Summary:
     num_parameters: int
     num_active_parameters: int
     num_bytes: int
+    bytes_by_form: Mapping[Form, int]
+    weights: Mapping[str, tuple[Form, ...]]
     has_tokenizer: bool
 
 
@@ -120,6 +242,12 @@ def describe(folder: str | Path) -> Summary:
     """Checks a folder's configuration and tensor headers, and counts. Loads no tensor."""
     checkpoint = Checkpoint(folder)
     total, active = count_parameters(checkpoint.config)
+    num_bytes: Counter[Form] = Counter()
+    forms: dict[str, set[Form]] = {name: set() for name in (*EXPERTS, "qkv", "out", "unembedding")}
+    for name in checkpoint.shapes:
+        num_bytes[checkpoint.form(name)] += checkpoint.num_bytes(name)
+        if (field := name.split(".")[-1]) in forms:
+            forms[field].add(checkpoint.form(name))
     return Summary(
         folder=checkpoint.folder,
         layout=checkpoint.layout,
@@ -127,6 +255,8 @@ def describe(folder: str | Path) -> Summary:
         num_parameters=total,
         num_active_parameters=active,
         num_bytes=sum(path.stat().st_size for path in _tensor_files(checkpoint.folder)),
+        bytes_by_form=dict(num_bytes),
+        weights={name: tuple(sorted(found)) for name, found in forms.items()},
         has_tokenizer=(checkpoint.folder / "tokenizer.json").is_file(),
     )
 
@@ -137,22 +267,29 @@ def _open_files(folder: Path) -> dict[str, Any]:
     for path in _tensor_files(folder):
         try:
             file = safe_open(path, framework="pt")
-            found |= dict.fromkeys(file.keys(), file)
+            names = list(file.keys())
         except (OSError, SafetensorError) as error:
             raise InvalidCheckpoint(f"cannot read {path}: {error}") from None
+        if twice := next((name for name in names if name in found), None):
+            raise InvalidCheckpoint(f"{folder}: {twice} lies in {path.name} and in another file")
+        found |= dict.fromkeys(names, file)
     return found
 
 
 def _tensor_files(folder: Path) -> list[Path]:
     """Those that the index names, or else all in the folder."""
-    if not (folder / INDEX_FILE).is_file():
+    index = folder / INDEX_FILE
+    if not index.is_file():
         files = sorted(folder.glob("*.safetensors"))
         if not files:
             raise InvalidCheckpoint(f"{folder} holds no .safetensors file")
         return files
-    weight_map = read_json(folder / INDEX_FILE).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise InvalidCheckpoint(f"{folder / INDEX_FILE} has no weight_map")
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise InvalidCheckpoint(f"{index} has no weight_map")
+    for file in weight_map.values():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise InvalidCheckpoint(f"{index}: weight_map must name files beside it, got {file!r}")
     return [folder / name for name in sorted(set(weight_map.values()))]
 
 

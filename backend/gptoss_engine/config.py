@@ -18,13 +18,20 @@ class InvalidConfig(ValueError):
     """A configuration that cannot work: names the key, the value and the limit."""
 
 
+DEFAULT_MODEL = "demo"
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """How the engine runs.
 
     model: a checkpoint folder, or "demo" for the built-in demo model.
-    weights, kv_cache, attention, gemm, tp, ep, dp: one value each in this version; another is
-        refused by name, so that nobody believes to have chosen it.
+    random_weights: instead of a model, random weights in the shapes of a published one.
+    weights: of the experts. "fp8" makes them from MXFP4 without loss, "mxfp4" keeps them as they
+        are and computes the same; both hold the attention's weights in FP8. "bf16" widens all to
+        dtype. "auto" is fp8 for a converted checkpoint and bf16 for any other.
+    kv_cache, attention, gemm, tp, ep, dp: one value each in this version; another is refused by
+        name, so that nobody believes to have chosen it.
     dtype: of activations and dense weights; "auto" is float32 on a CPU and bfloat16 on a GPU.
     num_pages, num_window_pages: KV pages of page_size tokens in each page group; 0 derives them:
         on a CPU, enough for max_num_seqs sequences within kv_cache_gigabytes.
@@ -36,10 +43,11 @@ class EngineConfig:
     stream_interval: tokens a stream gathers before a response is sent, after its first token.
     """
 
-    model: str = "demo"
+    model: str = DEFAULT_MODEL
+    random_weights: Literal["", "20b", "120b", "tiny"] = ""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    weights: Literal["bf16"] = "bf16"
+    weights: Literal["auto", "fp8", "mxfp4", "bf16"] = "auto"
     kv_cache: Literal["bf16"] = "bf16"
     attention: Literal["reference"] = "reference"
     gemm: Literal["reference"] = "reference"
@@ -67,6 +75,11 @@ class EngineConfig:
                     f"{name} must be 1 in this version, got {getattr(self, name)}: "
                     "parallel layouts are not built yet"
                 )
+        if self.random_weights and self.model != DEFAULT_MODEL:
+            raise InvalidConfig(
+                f"random_weights ({self.random_weights}) and model ({shown(self.model)}) exclude "
+                "each other"
+            )
         if self.enable_prefix_caching:
             raise InvalidConfig("enable_prefix_caching must be false: it is not built yet")
         for name, low, high in (

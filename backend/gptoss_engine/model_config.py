@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 LayerType = Literal["sliding_attention", "full_attention"]
+QuantMethod = Literal["mxfp4", "fp8"]
 GPT_OSS_EOS_TOKEN_IDS = (200002, 199999, 200012)  # <|return|>, <|endoftext|>, <|call|>
+# The quantization_config of a checkpoint that `gptoss convert` wrote.
+FP8_QUANTISATION: dict[str, Any] = {
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+    "activation_scheme": "dynamic",
+}
 
 
 class InvalidCheckpoint(ValueError):
@@ -117,6 +124,54 @@ class ModelConfig:
         except InvalidCheckpoint as error:
             raise InvalidCheckpoint(f"{folder / 'config.json'}: {error}") from None
 
+    def to_huggingface(self) -> dict[str, Any]:
+        """The config.json of these figures in the Hugging Face layout; it names no quantisation."""
+        return {
+            "architectures": ["GptOssForCausalLM"],
+            "model_type": "gpt_oss",
+            "attention_bias": True,
+            "eos_token_id": sorted(self.eos_token_ids),
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "layer_types": list(self.layer_types),
+            "max_position_embeddings": self.max_model_len,
+            "num_attention_heads": self.num_heads,
+            "num_experts_per_tok": self.experts_per_token,
+            "num_hidden_layers": self.num_layers,
+            "num_key_value_heads": self.num_kv_heads,
+            "num_local_experts": self.num_experts,
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": self.rope.factor,
+                "beta_fast": self.rope.beta_fast,
+                "beta_slow": self.rope.beta_slow,
+                "truncate": False,
+                "original_max_position_embeddings": self.rope.original_context,
+            },
+            "rope_theta": self.rope.theta,
+            "sliding_window": self.sliding_window,
+            "swiglu_alpha": self.swiglu_alpha,
+            "swiglu_limit": self.swiglu_limit,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "vocab_size": self.vocab_size,
+        }
+
+
+def quant_method(folder: str | Path) -> QuantMethod | None:
+    """How a checkpoint's config.json says that its weights are quantised, if it does.
+
+    Raises InvalidCheckpoint where that is not a way that the engine reads.
+    """
+    path = Path(folder) / "config.json"
+    try:
+        return _quant_method(_Values(read_json(path)))
+    except InvalidCheckpoint as error:
+        raise InvalidCheckpoint(f"{path}: {error}") from None
+
 
 class _Values:
     """A JSON table whose values are asked for by name and kind, and refused by name and value."""
@@ -161,8 +216,7 @@ def _from_huggingface(values: _Values, eos_token_ids: frozenset[int]) -> ModelCo
     values.only("hidden_act", "silu")
     values.only("attention_bias", True)
     values.only("tie_word_embeddings", False)
-    if values.values.get("quantization_config") is not None:
-        values.table("quantization_config").only("quant_method", "mxfp4")
+    _quant_method(values)
     num_layers = values.integer("num_hidden_layers")
     # transformers 5 writes rope_parameters, with theta inside, where 4 wrote rope_scaling.
     has_parameters = values.values.get("rope_parameters") is not None
@@ -227,6 +281,19 @@ def _from_original(values: _Values, eos_token_ids: frozenset[int]) -> ModelConfi
         max_model_len=int(rope.original_context * rope.factor),
         eos_token_ids=eos_token_ids,
     )
+
+
+def _quant_method(values: _Values) -> QuantMethod | None:
+    if values.values.get("quantization_config") is None:
+        return None
+    table = values.table("quantization_config")
+    method = table.values.get("quant_method", "mxfp4")
+    table.only("quant_method", "mxfp4", "fp8")
+    if method == "fp8":
+        for name, supported in FP8_QUANTISATION.items():
+            if table.values.get(name) != supported:
+                _refuse(name, table.values.get(name), repr(supported))
+    return method
 
 
 def _layer_types(value: object, num_layers: int) -> tuple[LayerType, ...]:

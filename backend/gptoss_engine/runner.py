@@ -14,6 +14,7 @@ from gptoss_engine.kv_cache import KVCache, PageCounts, max_model_len
 from gptoss_engine.model import GptOss
 from gptoss_engine.model_config import ModelConfig
 from gptoss_engine.sequence import ScheduledStep, StepOutput
+from gptoss_engine.tensor_source import TensorSource, WeightMode
 from gptoss_engine.types import TokenLogprob
 from gptoss_engine.weights import Weights
 from gptoss_kernels import ops as operators
@@ -136,17 +137,32 @@ def load_runner(config: EngineConfig) -> Runner:
     started = time.monotonic()
     device = _device(config)
     dtype = _dtype(config, device)
-    folder = checkpoint_folder(config.model)
-    checkpoint = Checkpoint(folder)
-    pages = PageCounts.derive(config, checkpoint.config, dtype)
-    weights = Weights.load(checkpoint, dtype, device)
-    runner = Runner(checkpoint.config, weights, config, pages.full, pages.window)
+    source = _source(config)
+    mode = _weight_mode(config, source)
+    pages = PageCounts.derive(config, source.config, dtype)
+    weights = Weights.load(source, mode, dtype, device)
+    runner = Runner(source.config, weights, config, pages.full, pages.window)
     log.info(
-        "loaded %s on %s as %s in %.1f s: %d pages for full layers, %d for window layers",
-        *(folder, device, str(dtype).removeprefix("torch."), time.monotonic() - started),
-        *(pages.full, pages.window),
+        "loaded %s on %s, weights %s, all else %s, in %.1f s: %d pages for full layers, %d for "
+        "window layers",
+        *(source.label, device, mode, str(dtype).removeprefix("torch.")),
+        *(time.monotonic() - started, pages.full, pages.window),
     )
     return runner
+
+
+def _source(config: EngineConfig) -> TensorSource:
+    if config.random_weights:
+        from gptoss_engine.random_checkpoint import RandomCheckpoint
+
+        return RandomCheckpoint(config.random_weights)
+    return Checkpoint(checkpoint_folder(config.model))
+
+
+def _weight_mode(config: EngineConfig, source: TensorSource) -> WeightMode:
+    if config.weights == "auto":
+        return "fp8" if source.form("layers.0.w13") == "fp8" else "bf16"
+    return config.weights
 
 
 def _device(config: EngineConfig) -> torch.device:

@@ -79,7 +79,7 @@ def logits_of(
 
 def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[ModelConfig, Weights]:
     checkpoint = Checkpoint(folder)
-    return checkpoint.config, Weights.load(checkpoint, dtype, CPU)
+    return checkpoint.config, Weights.load(checkpoint, "bf16", dtype, CPU)
 
 
 @pytest.fixture(scope="module")

@@ -78,7 +78,7 @@ def test_end_tokens_come_from_the_generation_config_first(tmp_path: Path):
         ({"tie_word_embeddings": True}, "tie_word_embeddings must be False, got True"),
         (
             {"quantization_config": {"quant_method": "gptq"}},
-            "quant_method must be 'mxfp4', got 'gptq'",
+            "quant_method must be 'mxfp4' or 'fp8', got 'gptq'",
         ),
         ({"layer_types": ["linear_attention"] * 4}, "got 'linear_attention'"),
         ({"layer_types": ["full_attention"]}, "layer_types must name 4 layers, got 1"),
