@@ -57,12 +57,6 @@ def num_blocks(size: int) -> int:
     return -(-size // BLOCK)
 
 
-def spread(scale: Tensor, shape: torch.Size) -> Tensor:
-    """A block's scale for each of its elements: [..., ceil(N / 128), ceil(K / 128)] -> shape."""
-    rows = scale.repeat_interleave(BLOCK, dim=-2)[..., : shape[-2], :]
-    return rows.repeat_interleave(BLOCK, dim=-1)[..., : shape[-1]]
-
-
 def widen_values(values: Tensor, dtype: torch.dtype) -> Tensor:
     """e4m3 of any shape to fp32 or fp64, exactly."""
     if values.device.type != "cpu":
@@ -88,7 +82,7 @@ def quantise_weight_exactly(weight: Tensor) -> tuple[Fp8Weight, Tensor]:
 
     For weights that were MXFP4: the bytes are those of mxfp4.widen. The blocks [ceil(N / 128),
     ceil(K / 128)] (bool) that come with them are not exact but to the nearest: exponents spread
-    too far, or the values were no MXFP4 (whose error is then 2 % above quantise_weight's).
+    too far, or the values were no MXFP4. Normal ones then have 2 % more error than the least.
     Raises ValueError if a value is not finite.
     """
     return _quantise(weight, _power_of_two_scale)
