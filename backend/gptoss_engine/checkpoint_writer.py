@@ -98,33 +98,48 @@ def write_checkpoint(
     A file holds groups in their order, as many as fit into shard_bytes, at least one. summarise
     makes further files of all groups' notes. identity (JSON) decides whether what an earlier run
     left is of the same job; description is what the progress bar and errors call it.
-    Raises CannotWrite; what was finished is then kept, and so it is when the process is killed.
+    Raises CannotWrite. Whatever ends it early, a kill too: files of tensors that are whole are kept
+    for the next run of the same job, which does not write them again.
     """
     target = Path(os.path.abspath(target))
     work = target.with_name(f".{target.name}.partial")
     plan = _plan(groups, shard_bytes)
     job = {"description": description, "identity": identity, "plan": _digest(plan)}
-    with _sentences(target, work):
+    with _sentences(target):
         _refuse_existing(target, work)
         work.mkdir(parents=True, exist_ok=True)
-    try:
-        with _locked(target, work):
-            with _sentences(target, work):
-                _refuse_existing(target, work)
-                folder = _Folder.open(work, job, plan)
+    with _locked(target, work):
+        with _sentences(target):
+            _refuse_existing(target, work)
+            folder = _Folder.open(work, job, plan)
+        num_kept = sum(file.tensor_bytes for file in plan if file.name in folder.finished)
+        try:
+            with _sentences(target):
                 _check_room(target, plan, folder)
-            num_kept = sum(file.tensor_bytes for file in plan if file.name in folder.finished)
-            with _sentences(target, work):
                 _write_tensors(plan, folder, description)
                 notes = [note for file in plan for note in folder.finished[file.name]["notes"]]
                 _write_small_files(plan, folder, {**files, **summarise(notes)})
                 os.rename(folder.content, target)
                 _sync_folder(target.parent)
-                shutil.rmtree(work, ignore_errors=True)
-    except KeyboardInterrupt:
-        Console(stderr=True, soft_wrap=True).print(f"interrupted; {_kept(work)}", markup=False)
-        raise
+        except BaseException:
+            _leave(work, folder)
+            raise
+        shutil.rmtree(work, ignore_errors=True)
     return Written(len(plan), sum(file.tensor_bytes for file in plan), num_kept)
+
+
+def _leave(work: Path, folder: "_Folder") -> None:
+    """Keeps what is finished, and says so; else nothing stays."""
+    if folder.finished:
+        Console(stderr=True, soft_wrap=True).print(
+            f"finished files are kept in {work}: repeat the command to go "
+            "on, or remove that folder",
+            style="dim",
+            markup=False,
+            highlight=False,
+        )
+    else:
+        shutil.rmtree(work, ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,9 +259,9 @@ def _check_room(target: Path, plan: list[_File], folder: _Folder) -> None:
         )
 
 
-def _write_tensors(plan: list[_File], folder: _Folder, description: str) -> None:
-    """All files that are not finished. Checksums are computed while the next file is written."""
-    progress = Progress(
+def progress_bar() -> Progress:
+    """Of bytes, with their rate and the time left; on a terminal alone."""
+    return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(),
@@ -256,7 +271,11 @@ def _write_tensors(plan: list[_File], folder: _Folder, description: str) -> None
         disable=not sys.stderr.isatty(),
         transient=True,
     )
-    with progress, ThreadPoolExecutor(1, "finish") as executor:
+
+
+def _write_tensors(plan: list[_File], folder: _Folder, description: str) -> None:
+    """All files that are not finished. Checksums are computed while the next file is written."""
+    with progress_bar() as progress, ThreadPoolExecutor(1, "finish") as executor:
         kept = sum(file.tensor_bytes for file in plan if file.name in folder.finished)
         total = sum(file.tensor_bytes for file in plan)
         task = progress.add_task(description, total=total, completed=kept)
@@ -362,10 +381,10 @@ def _sync_folder(folder: Path) -> None:
 
 @contextmanager
 def _locked(target: Path, work: Path) -> Iterator[None]:
-    with _sentences(target, work):
+    with _sentences(target):
         descriptor = os.open(work / "lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        with _sentences(target, work):
+        with _sentences(target):
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -376,18 +395,12 @@ def _locked(target: Path, work: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _sentences(target: Path, work: Path) -> Iterator[None]:
+def _sentences(target: Path) -> Iterator[None]:
     """The system's refusals in words."""
     try:
         yield
     except OSError as error:
-        reason = error.strerror or str(error)
-        kept = f"; {_kept(work)}" if (work / "job.json").exists() else ""
-        raise CannotWrite(f"cannot write {target}: {reason}{kept}") from error
-
-
-def _kept(work: Path) -> str:
-    return f"finished files are kept in {work}: repeat the command to go on, or remove that folder"
+        raise CannotWrite(f"cannot write {target}: {error.strerror or error}") from error
 
 
 def _refuse_existing(target: Path, work: Path) -> None:

@@ -11,6 +11,7 @@ import typer
 
 from gptoss_backend.cli import bench
 from gptoss_backend.cli.chat import chat
+from gptoss_backend.cli.convert import convert
 from gptoss_backend.cli.errors import CommandFailed
 from gptoss_backend.cli.generate import generate
 from gptoss_backend.cli.inspect import inspect
@@ -26,7 +27,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (serve, chat, generate, inspect):
+for command in (serve, chat, generate, inspect, convert):
     app.command()(command)
 app.add_typer(bench.app, name="bench")
 

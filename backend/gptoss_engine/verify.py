@@ -1,0 +1,184 @@
+"""The proof that a folder is the conversion of a checkpoint: both are read again, and compared."""
+
+import hashlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gptoss_engine.checkpoint import Checkpoint, InvalidCheckpoint
+from gptoss_engine.checkpoint_writer import CHECKSUMS_FILE, progress_bar
+from gptoss_engine.convert import (
+    DEFAULT_OPTIONS,
+    REPORT_FILE,
+    Options,
+    bands,
+    expert_bands,
+    in_order,
+    named,
+    origin,
+    reopened,
+    stored_bytes,
+    target_tensors,
+    workers,
+)
+from gptoss_engine.model_config import read_json
+from gptoss_engine.tensor_source import EXPERTS, Mxfp4Blocks, TensorSource, expert_to_fp8, to_fp8
+from gptoss_kernels import mxfp4
+from gptoss_kernels.fp8 import BLOCK, widen_values
+from gptoss_kernels.ops import Fp8Weight
+
+# e4m3 rounds to a sixteenth of a value at most (whose quotient by the scale is rounded to fp32
+# before), and below its smallest normal number to half of 2^-9.
+_RELATIVE_BOUND, _ABSOLUTE_BOUND = 2**-4 * (1 + 2**-20), 2**-10
+
+
+def is_conversion(source: TensorSource, target: Path, options: Options = DEFAULT_OPTIONS) -> bool:
+    """Whether `target` says of itself that it was made from `source` with these options."""
+    if not (target / REPORT_FILE).is_file():
+        return False
+    says = read_json(target / REPORT_FILE)
+    return all(says.get(key) == value for key, value in origin(source, options).items())
+
+
+def verify(source: TensorSource, target: Path, options: Options = DEFAULT_OPTIONS) -> None:
+    """Raises InvalidCheckpoint, naming what differs, unless `target` is the conversion of `source`.
+
+    Every tensor equals, bit for bit, what the source converts to. Experts equal the source's in
+    float64, but for as many blocks as the report counts; matrices that were rounded are within the
+    bounds of e4m3. Every file matches its checksum.
+    """
+    if not is_conversion(source, target, options):
+        raise InvalidCheckpoint(
+            f"{target} is no conversion of {source.label} with these options, by its {REPORT_FILE}"
+        )
+    converted = Checkpoint(target)
+    if converted.config != source.config:
+        raise InvalidCheckpoint(f"{target}: config.json differs from {source.label}")
+    reported = read_json(target / REPORT_FILE)["inexact"]
+    with progress_bar() as progress, workers() as executor:
+        total = sum(stored_bytes(source, name) for name in source.shapes)
+        task = progress.add_task(f"verifying {target.name}", total=total)
+        for name, tensor in target_tensors(source, options).items():
+            weight = next(iter(tensor.parts))
+            num_inexact = 0
+            size = stored_bytes(source, name)
+            for found, share in _compare(source, converted, name, weight, executor):
+                num_inexact += found
+                progress.advance(task, share * size)
+            if num_inexact != reported.get(weight, 0):
+                raise InvalidCheckpoint(
+                    f"{target}: {weight} has {num_inexact} blocks that are not exact, and "
+                    f"{REPORT_FILE} counts {reported.get(weight, 0)}"
+                )
+    _check_checksums(target)
+
+
+def _compare(
+    source: TensorSource,
+    converted: Checkpoint,
+    name: str,
+    weight: str,
+    executor: ThreadPoolExecutor,
+) -> Iterator[tuple[int, float]]:
+    """Of each band: how many of its blocks are not exact, and its share of the tensor."""
+    source, converted = reopened(source), Checkpoint(converted.folder)
+    shape = source.shapes[name]
+    compare = partial(_compare_band, source, converted, name, weight)
+    pieces = (
+        expert_bands(shape)
+        if name.endswith(EXPERTS)
+        else [(None, rows) for rows in bands(shape[0])]
+    )
+    num_rows = prod(shape[: len(shape) - 1]) if name.endswith(EXPERTS) else shape[0]
+    results = in_order(executor, compare, pieces)
+    for (_, rows), num_inexact in zip(pieces, results, strict=True):
+        yield num_inexact, (rows.stop - rows.start) / num_rows
+
+
+def _compare_band(
+    source: TensorSource,
+    converted: Checkpoint,
+    name: str,
+    weight: str,
+    expert: int | None,
+    rows: slice,
+) -> int:
+    original, found = source.read(name, expert, rows), converted.read(name, expert, rows)
+    inexact, is_right = None, True
+    with named(source, weight):
+        if not isinstance(found, Fp8Weight):
+            assert isinstance(original, Tensor)
+            assert isinstance(found, Tensor)
+            is_right = _same_bits(found, original)
+        elif expert is None:
+            assert isinstance(original, Tensor)
+            is_right = _equals(found, to_fp8(original)) and _is_near(found, original)
+        else:
+            expected, inexact = expert_to_fp8(original)
+            differs = _dequantised(found) != _in_float64(original)
+            mask = _spread(inexact, differs.shape)
+            is_right = _equals(found, expected) and not bool((differs & ~mask).any())
+    if not is_right:
+        where = "" if expert is None else f"expert {expert}, "
+        raise InvalidCheckpoint(
+            f"{converted.folder}: {weight} is not what {source.label} converts to, in "
+            f"{where}rows {rows.start} to {rows.stop - 1}"
+        )
+    return 0 if inexact is None else int(inexact.sum())
+
+
+def _equals(found: Fp8Weight, expected: Fp8Weight) -> bool:
+    return _same_bits(found.values, expected.values) and _same_bits(found.scale, expected.scale)
+
+
+def _same_bits(found: Tensor, expected: Tensor) -> bool:
+    return found.dtype == expected.dtype and torch.equal(
+        found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8)
+    )
+
+
+def _is_near(found: Fp8Weight, original: Tensor) -> bool:
+    scale = _spread(found.scale, found.shape).double()
+    original = original.double()
+    error = (_dequantised(found) - original).abs()
+    bound = torch.maximum(original.abs() * _RELATIVE_BOUND, scale * _ABSOLUTE_BOUND)
+    return bool((error <= bound).all())
+
+
+def _dequantised(weight: Fp8Weight) -> Tensor:
+    return widen_values(weight.values, torch.float64) * _spread(weight.scale, weight.shape).double()
+
+
+def _spread(of_blocks: Tensor, shape: torch.Size) -> Tensor:
+    """[ceil(N / 128), ceil(K / 128)] -> [N, K]"""
+    rows = of_blocks.repeat_interleave(BLOCK, dim=0)[: shape[0]]
+    return rows.repeat_interleave(BLOCK, dim=1)[:, : shape[1]]
+
+
+def _in_float64(original: Tensor | Fp8Weight | Mxfp4Blocks) -> Tensor:
+    """Exactly: fp32 does not hold all of MXFP4's values, such as 6 * 2^127."""
+    if isinstance(original, Mxfp4Blocks):
+        blocks, scales = original
+        values = mxfp4.dequantise(blocks, torch.full_like(scales, 127), torch.float32)
+        powers = (scales.long() + (1023 - 127) << 52).view(torch.float64)
+        return values.double() * powers.repeat_interleave(mxfp4.GROUP, dim=-1)
+    assert isinstance(original, Tensor)
+    return original.double()
+
+
+def _check_checksums(target: Path) -> None:
+    lines = (target / CHECKSUMS_FILE).read_text(encoding="utf-8").splitlines()
+    expected = {name: checksum for checksum, _, name in (line.partition("  ") for line in lines)}
+    found = {path.name for path in target.iterdir()} - {CHECKSUMS_FILE}
+    for name in sorted(found ^ expected.keys()):
+        missing = "is missing" if name in expected else f"is not in {CHECKSUMS_FILE}"
+        raise InvalidCheckpoint(f"{target}: {name} {missing}")
+    for name, checksum in expected.items():
+        with (target / name).open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != checksum:
+                raise InvalidCheckpoint(f"{target}: {name} does not match {CHECKSUMS_FILE}")
