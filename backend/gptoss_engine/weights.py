@@ -24,6 +24,7 @@ from torch import Tensor
 
 from gptoss_engine import shards
 from gptoss_engine.config import InvalidConfig
+from gptoss_engine.model_config import InvalidCheckpoint
 from gptoss_engine.shards import Part, Rank
 from gptoss_engine.tensor_source import (
     EXPERTS,
@@ -292,7 +293,10 @@ def _load(source: TensorSource, job: _Job) -> list[str]:
         for cut, cover in zip(cuts, read, strict=True)
     )
     stored = _on(_device(job.destination), source.read(job.name, job.expert, *read))
-    weight, inexact = _converted(stored, job)
+    try:
+        weight, inexact = _converted(stored, job)
+    except ValueError as error:  # a number that is none
+        raise InvalidCheckpoint(f"{source.label}: {job.name}: {error}") from None
     match weight:
         case Tensor():
             weight = weight[kept]
