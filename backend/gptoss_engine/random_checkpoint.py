@@ -76,17 +76,17 @@ _NORMALS: Mapping[str, _Normal] = MappingProxyType(
         "embedding": _Normal(1.0),
         "attention_norm": _Normal(0.1, mean=1.0),
         "qkv": _Normal(gain=1.1),  # so that scores, with YaRN's concentration squared, have 2.2
-        "qkv_bias": _Normal(0.3),
+        "qkv_bias": _Normal(0.15),
         "sinks": _Normal(2.0, mean=5.0),
         "out": _Normal(gain=0.4),
-        "out_bias": _Normal(0.05),
+        "out_bias": _Normal(0.03),
         "mlp_norm": _Normal(0.1, mean=1.0),
         "router": _Normal(gain=2.0),
-        "router_bias": _Normal(0.3),
+        "router_bias": _Normal(0.2),
         "w13": _Normal(gain=3.0),  # so that 1 % of the gates, 2 % of the ups are clamped
         "w13_bias": _Normal(0.5),
         "w2": _Normal(gain=0.08),  # SwiGLU's outputs have 7, and four are averaged
-        "w2_bias": _Normal(0.1),
+        "w2_bias": _Normal(0.05),
         "norm": _Normal(0.1, mean=1.0),
         "unembedding": _Normal(gain=4.0),
     }
