@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import date
@@ -170,7 +171,7 @@ def training(tmp_path_factory) -> Iterator[SimpleNamespace]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.syspath_prepend(Path(__file__).parents[2] / "tools" / "demo")
-        names = ("domain", "dataset", "model", "export")
+        names = ("domain", "dataset", "model", "export", "held_out")
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
         for name in (*names, "layout"):
             sys.modules.pop(name)
@@ -205,6 +206,32 @@ def test_training_never_sees_a_held_out_problem(training):
         unseen = training.domain.sample(r, "add", unseen=True)
         ((a, b),) = re.findall(r"\b(\d+) \+ (\d+) = ", unseen.reply.text)
         assert demo.held_out("add", (int(a), int(b)))
+
+
+@pytest.mark.parametrize("maker", ["package", "tool"])
+def test_held_out_chats_are_whole_and_were_kept_from_training(
+    training, tmp_path, monkeypatch, maker
+):
+    """Those in the package, and what tools/demo/held_out.py makes, here and now."""
+    if maker == "tool":
+        made = tmp_path / demo.HELD_OUT_CHATS
+        monkeypatch.setattr(sys, "argv", ["held_out.py", "--out", str(made)])
+        training.held_out.main()
+        monkeypatch.setattr(demo, "COMPACT_FOLDER", tmp_path)
+    decode = vocabulary.load().decode
+    chats = demo.held_out_chats()
+    assert Counter(chat.kind for chat in chats)["add"] == 800
+    assert len(chats) == 1300
+    for chat in chats:
+        assert decode(chat.prompt).endswith("<|start|>assistant")
+        assert decode(chat.reply).startswith("<|channel|>analysis<|message|>")
+        answer = decode(chat.answer)
+        if chat.kind == "add":
+            ((a, b, total),) = re.findall(r"<\|message\|>(\d+) \+ (\d+) = ([\d,]+)\.", answer)
+            assert demo.held_out("add", (int(a), int(b)))
+            assert int(a) + int(b) == int(total.replace(",", ""))
+        assert answer.startswith("<|start|>assistant")
+        assert answer.endswith("<|call|>" if chat.kind == "weather_call" else "<|return|>")
 
 
 @pytest.mark.parametrize(("a", "b"), [(0, 0), (5, 7), (17, 25), (9, 95), (999, 1), (480, 37)])

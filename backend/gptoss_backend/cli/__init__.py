@@ -13,6 +13,7 @@ from gptoss_backend.cli import bench
 from gptoss_backend.cli.chat import chat
 from gptoss_backend.cli.convert import convert
 from gptoss_backend.cli.errors import CommandFailed
+from gptoss_backend.cli.evaluate import evaluate
 from gptoss_backend.cli.generate import generate
 from gptoss_backend.cli.inspect import inspect
 from gptoss_backend.cli.serve import serve
@@ -27,7 +28,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (serve, chat, generate, inspect, convert):
+for command in (serve, chat, generate, inspect, convert, evaluate):
     app.command()(command)
 app.add_typer(bench.app, name="bench")
 

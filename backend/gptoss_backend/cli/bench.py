@@ -6,19 +6,14 @@ is fed token ids in this process; the server gets text over gRPC and streams. Th
 tokenising, the ensemble, its processes and the clients cost: all of them share this machine.
 """
 
-import datetime
 import json
-import platform
 import queue
 import statistics
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -29,6 +24,7 @@ from rich.table import Table
 from gptoss_backend.cli.errors import CommandFailed
 from gptoss_backend.cli.formats import load_format
 from gptoss_backend.cli.options import with_engine_config
+from gptoss_backend.cli.provenance import model_name, provenance
 from gptoss_backend.client import ChatClient, RequestFailed
 from gptoss_backend.server import Ports, TritonServer
 from gptoss_engine.config import EngineConfig
@@ -225,7 +221,7 @@ def print_result(
     )
     line = {
         "benchmark": "serve",
-        "model": config.model if config.model == "demo" else Path(config.model).name,
+        "model": model_name(config),
         "weights": config.weights,
         "kv": config.kv_cache,
         "tokens": load.num_tokens,
@@ -246,24 +242,6 @@ def print_result(
             "ttft_ms": round(engine.ttft_ms, 2),
             "itl_ms": round(engine.itl_ms, 3),
         },
-        "device": _device(config),
-        "commit": _commit(),
-        "date": datetime.date.today().isoformat(),
-        "command": " ".join(["gptoss", *sys.argv[1:]]),
+        **provenance(config),
     }
     typer.echo(json.dumps(line))
-
-
-def _device(config: EngineConfig) -> str:
-    import torch
-
-    if config.device != "cpu" and torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-
-
-def _commit() -> str:
-    """Of the checkout that this package is imported from; empty outside one."""
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
-    return done.stdout.strip()

@@ -4,8 +4,11 @@ It is stored compact. Of the 201,088 rows of the embedding and of the unembeddin
 tokens that its toy domain uses are kept, and one shared row stands for all others. The first use
 expands it into an ordinary Hugging Face checkpoint in a cache folder (about 105 MB). How it was
 trained and what it can do: tools/demo/README.md.
+
+Beside it lie chats that it never saw in training (tools/demo/held_out.py), as token ids.
 """
 
+import gzip
 import hashlib
 import json
 import os
@@ -14,6 +17,7 @@ import struct
 import tempfile
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from gptoss_engine.cache import CacheError, cache_folder
@@ -21,6 +25,7 @@ from gptoss_engine.config import InvalidConfig
 
 COMPACT_FOLDER = Path(__file__).parent
 WEIGHTS, CONFIGS = "model.safetensors", ("config.json", "generation_config.json")
+HELD_OUT_CHATS = "held_out.jsonl.gz"
 TOKEN_IDS = "token_ids"
 ROW_TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 _ROWS_PER_WRITE = 4096
@@ -60,6 +65,32 @@ def unseen_sums(count: int, seed: int = 0) -> list[tuple[int, int]]:
     """`count` different pairs (a, b) below 100 whose sums the demo model never saw in training."""
     pairs = [(a, b) for a in range(100) for b in range(100) if held_out("add", (a, b))]
     return random.Random(seed).sample(pairs, count)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutChat:
+    """A chat with its right reply, whose last `num_answer` tokens are the answer itself.
+
+    kind: the task, such as "add".
+    """
+
+    kind: str
+    prompt: tuple[int, ...]
+    reply: tuple[int, ...]
+    num_answer: int
+
+    @property
+    def answer(self) -> tuple[int, ...]:
+        return self.reply[-self.num_answer :]
+
+
+def held_out_chats() -> list[HeldOutChat]:
+    """1,300 problems that were kept from training, 800 of them sums, all tasks mixed."""
+    lines = gzip.decompress((COMPACT_FOLDER / HELD_OUT_CHATS).read_bytes()).splitlines()
+    return [
+        HeldOutChat(kind, tuple(prompt), tuple(reply), num_answer)
+        for kind, prompt, reply, num_answer in map(json.loads, lines)
+    ]
 
 
 def _content_hash(folder: Path) -> str:

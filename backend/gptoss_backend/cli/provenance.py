@@ -1,0 +1,39 @@
+"""Where a measured figure comes from: the last fields of every JSON line."""
+
+import datetime
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from gptoss_engine.config import EngineConfig
+
+
+def provenance(config: EngineConfig) -> dict[str, Any]:
+    return {
+        "device": _device(config),
+        "commit": _commit(),
+        "date": datetime.date.today().isoformat(),
+        "command": " ".join(["gptoss", *sys.argv[1:]]),
+    }
+
+
+def model_name(config: EngineConfig) -> str:
+    """What a line calls the model: never the machine's own path."""
+    return config.model if config.model == "demo" else Path(config.model).name
+
+
+def _device(config: EngineConfig) -> str:
+    import torch
+
+    if config.device != "cpu" and torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+def _commit() -> str:
+    """Of the checkout that this package is imported from; empty outside one."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    return done.stdout.strip()
