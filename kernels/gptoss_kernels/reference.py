@@ -69,18 +69,21 @@ def linear(x: Tensor, weight: Tensor | Fp8Weight, bias: Tensor | None = None) ->
 
 
 def quantise(x: Tensor, group: int = BLOCK) -> tuple[Tensor, Tensor]:
-    """scale = amax / 448 of each row and group along K;  values = x * (448 / amax), ties to even
+    """scale = amax * (1 / 448) of each row and group along K;  values = x * (448 / amax)
 
     [T, K] -> values e4m3 [T, K], scale fp32 [T, ceil(K / group)]; the last group may be short.
-    amax counts as at least LEAST_AMAX, so a group of zeros has zeros and a scale. Nothing
-    saturates: the largest of a group becomes 448. A group with an inf or a NaN dequantises to NaN.
+    In fp32: each quotient is rounded, then each product; ties of values go to even. amax counts as
+    at least LEAST_AMAX, so that a group of zeros has zeros and a scale. Nothing saturates: the
+    largest of a group becomes 448. A group with an inf or a NaN dequantises to NaN.
     """
     assert x.ndim == 2
     width = x.shape[1]
     groups = torch.nn.functional.pad(x.float(), (0, -width % group)).unflatten(1, (-1, group))
     amax = groups.abs().amax(-1).clamp(min=LEAST_AMAX)
     # One division a group and not one a value; the product exceeds 448 by a rounding at most.
-    values = (groups * (E4M3_MAX / amax)[..., None]).to(E4M3)
+    # A quotient of a number and a tensor would be the reciprocal's product, and rounded twice.
+    factor = torch.full_like(amax, E4M3_MAX) / amax
+    values = (groups * factor[..., None]).to(E4M3)
     return values.flatten(1)[:, :width].contiguous(), amax * (1 / E4M3_MAX)
 
 
