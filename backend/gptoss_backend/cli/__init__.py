@@ -16,6 +16,7 @@ from gptoss_backend.cli.errors import CommandFailed
 from gptoss_backend.cli.evaluate import evaluate
 from gptoss_backend.cli.generate import generate
 from gptoss_backend.cli.inspect import inspect
+from gptoss_backend.cli.make_checkpoint import make_checkpoint
 from gptoss_backend.cli.serve import serve
 from gptoss_backend.installation import ServerError
 from gptoss_engine.config import InvalidConfig
@@ -28,7 +29,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (serve, chat, generate, inspect, convert, evaluate):
+for command in (serve, chat, generate, inspect, convert, make_checkpoint, evaluate):
     app.command()(command)
 app.add_typer(bench.app, name="bench")
 
