@@ -23,9 +23,9 @@ def model_config(**changes: int) -> ModelConfig:
         "vocab_size": 16,
     }
     return ModelConfig(
-        **(figures | changes),
+        **(figures := figures | changes),
         num_layers=1,
-        experts_per_token=4,
+        experts_per_token=min(4, figures["num_experts"]),
         layer_types=("sliding_attention",),
         sliding_window=128,
         rope=YarnRope(150000.0, 32.0, 32.0, 1.0, 4096),

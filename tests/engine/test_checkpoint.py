@@ -38,7 +38,7 @@ def read(checkpoint: Checkpoint, name: str) -> Tensor:
 
 def test_parts_are_those_of_the_whole(tiny_checkpoint: TinyCheckpoint, tmp_path: Path):
     """In every layout; rows cross the border between the published q and k."""
-    size = TinySize(layers=1, hidden=160, intermediate=320, experts=2, experts_per_token=1, heads=6)
+    size = TinySize(layers=2, hidden=160, intermediate=320, experts=2, experts_per_token=1, heads=6)
     written = write_tiny_checkpoint(tmp_path, size)
     converted = write_converted(tmp_path / "fp8", size, fp8=("qkv", "out", "lm_head"))
     for folder in (*written.folders.values(), converted):

@@ -4,9 +4,15 @@ from typing import Any
 
 import pytest
 
-from gptoss_engine.model_config import InvalidCheckpoint, ModelConfig, YarnRope
+from gptoss_engine.model_config import (
+    FP8_QUANTISATION,
+    InvalidCheckpoint,
+    ModelConfig,
+    YarnRope,
+    quant_method,
+)
 
-from ..tiny_checkpoint import TinySize
+from ..tiny_checkpoint import TinySize, converted_config
 
 SIZE = TinySize()
 YARN = YarnRope(theta=150000.0, factor=32.0, beta_fast=32.0, beta_slow=1.0, original_context=4096)
@@ -45,6 +51,40 @@ def test_both_layouts_say_the_same(tmp_path: Path):
         eos_token_ids=frozenset({200002, 199999, 200012}),
     )
     assert [huggingface.is_window(layer) for layer in range(4)] == [True, False, True, False]
+
+
+@pytest.mark.parametrize("layout", ["huggingface", "original"])
+def test_the_figures_written_for_hugging_face_are_read_again(tmp_path: Path, layout: str):
+    config = SIZE.huggingface_config() if layout == "huggingface" else SIZE.original_config()
+    config |= {"swiglu_limit": 5.0, "sliding_window": 64}
+    made = read(tmp_path / layout, config, {"eos_token_id": [7, 5]})
+    written = made.to_huggingface()
+    assert read(tmp_path / "again", written) == made
+    assert written.keys() - SIZE.huggingface_config().keys() == {"swiglu_alpha"}
+    assert SIZE.huggingface_config().keys() - written.keys() == {"quantization_config"}
+
+
+def test_how_the_weights_are_quantised_is_said_by_name(tmp_path: Path):
+    def method(**changes: object) -> str | None:
+        read(tmp_path, converted | {"quantization_config": quantised | changes})
+        return quant_method(tmp_path)
+
+    converted = converted_config(SIZE)
+    quantised = converted["quantization_config"]
+    assert quantised == FP8_QUANTISATION
+    assert method() == "fp8"
+    assert method(modules_to_not_convert=["lm_head"]) == "fp8"
+    assert method(quant_method="mxfp4") == "mxfp4"
+    read(tmp_path, SIZE.original_config())
+    assert quant_method(tmp_path) is None
+    for changes, sentence in (
+        ({"weight_block_size": [64, 128]}, "weight_block_size must be [128, 128], got [64, 128]"),
+        ({"weight_block_size": None}, "weight_block_size must be [128, 128], got None"),
+        ({"activation_scheme": "static"}, "activation_scheme must be 'dynamic', got 'static'"),
+    ):
+        with pytest.raises(InvalidCheckpoint) as refused:
+            method(**changes)
+        assert str(refused.value) == f"{tmp_path / 'config.json'}: {sentence}"
 
 
 def test_the_form_that_transformers_5_writes_is_read(tmp_path: Path):
