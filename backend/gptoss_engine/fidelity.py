@@ -155,9 +155,9 @@ class Fidelity:
             "positions": len(self.kl),
             "kl": _plain(Spread.of(self.kl)),
             "top1_agreement": _rounded(self.same_top.double().mean().item()),
-            "perplexity": _rounded(self.perplexity),
-            "reference_perplexity": _rounded(self.reference_perplexity),
-            "perplexity_ratio": _rounded(self.perplexity / self.reference_perplexity),
+            "perplexity": _rounded(self.perplexity, 7),
+            "reference_perplexity": _rounded(self.reference_perplexity, 7),
+            "perplexity_ratio": _rounded(self.perplexity / self.reference_perplexity, 7),
             "logit_error": _plain(Spread.of(self.logit_error)),
             "residual_error_median": _rounded_list(by_layer[0]),
             "residual_error_p99": _rounded_list(by_layer[1]),
@@ -188,6 +188,8 @@ def compare(
     record = Record.make(
         config, Weights.load(source, against, dtype, device), passages, ops, against
     )
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # or the reference's memory counts as taken
     return measure(record, Weights.load(source, weights, dtype, device), passages, ops, weights)
 
 
@@ -503,8 +505,8 @@ def _tracked(items: Iterable[Item], label: str, total: int) -> Iterable[Item]:
     )
 
 
-def _rounded(value: float) -> float:
-    return float(f"{value:.4g}")
+def _rounded(value: float, digits: int = 4) -> float:
+    return float(f"{value:.{digits}g}")
 
 
 def _rounded_list(values: Tensor) -> list[float]:

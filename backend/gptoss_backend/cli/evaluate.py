@@ -63,8 +63,7 @@ def evaluate(
     that were kept from its training; of these, only its own replies are judged.
     """
     modes = _mode("weights", weights), _mode("against", against)
-    if tasks and model != "demo":
-        raise InvalidConfig("tasks are the demo's own: they need the model 'demo'")
+    chats = _held_out_chats(model, tasks)
     given = {"model": model, "device": device, "dtype": dtype}
     # In a long run no problem is given up because others came before it.
     given["default_timeout_seconds"] = "1e9"
@@ -102,15 +101,18 @@ def evaluate(
         **fidelity.figures(),
     }
     print_fidelity(title, weights, against, fidelity)
-    if tasks:
-        line["tasks"] = _answer_tasks(configs, tasks)
+    if chats:
+        line["tasks"] = _answer_tasks(configs, chats)
     if plot:
         draw(title, fidelity, plot)
     written = json.dumps(line | provenance(config))
     typer.echo(written)
     if json_file:
-        with json_file.open("a", encoding="utf-8") as file:
-            file.write(written + "\n")
+        try:
+            with json_file.open("a", encoding="utf-8") as file:
+                file.write(written + "\n")
+        except OSError as error:
+            raise CommandFailed(f"cannot write {json_file}: {error}") from error
 
 
 # ------------------------------------------------------------------------------------- what is read
@@ -133,7 +135,7 @@ def _passages(
     if text is not None:
         passages = [Passage(_encode(text, load_format(format_name, config)))]
     elif tokens is not None:
-        passages = [Passage(token_ids) for token_ids in read_tokens(tokens, model.vocab_size)]
+        passages = [Passage(token_ids) for token_ids in read_tokens(tokens)]
     elif random_tokens is not None:
         passages = [random_passage(model.vocab_size, min(random_tokens, max_tokens), seed)]
     elif config.model == "demo":
@@ -145,13 +147,25 @@ def _passages(
             "--text FILE or --tokens FILE, or --random-tokens N for random weights"
         )
     passages = cut(passages, max_tokens)
-    longest = max(len(passage.token_ids) for passage in passages)
-    if longest > model.max_model_len:
-        raise InvalidRequest(
-            f"a passage must hold at most {model.max_model_len} tokens, the checkpoint's limit, "
-            f"got {longest}: lower --max-tokens"
-        )
+    _check_passages(passages, model)
     return passages
+
+
+def _check_passages(passages: "Sequence[Passage]", model: "ModelConfig") -> None:
+    last = model.vocab_size - 1
+    for index, passage in enumerate(passages):
+        length = len(passage.token_ids)
+        if length > model.max_model_len:
+            raise InvalidRequest(
+                f"a passage must hold at most {model.max_model_len} tokens, as the checkpoint's "
+                f"context, got {length} in passage {index}: lower --max-tokens"
+            )
+        for at, token_id in enumerate(passage.token_ids):
+            if not 0 <= token_id <= last:
+                raise InvalidRequest(
+                    f"token ids must be in [0, {last}], the checkpoint's vocabulary, got "
+                    f"{token_id} at index {at} of passage {index}"
+                )
 
 
 def _encode(path: Path, chat_format: Any) -> tuple[int, ...]:
@@ -168,26 +182,27 @@ def _encode(path: Path, chat_format: Any) -> tuple[int, ...]:
     return token_ids
 
 
-def read_tokens(path: Path, vocab_size: int) -> list[tuple[int, ...]]:
-    """One list of ids, or several, each checked."""
+def read_tokens(path: Path) -> list[tuple[int, ...]]:
+    """One list of ids, or several."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InvalidConfig(f"cannot read tokens from {path}: {error}") from error
     if not isinstance(content, list) or not content:
         raise InvalidRequest(f"tokens must be a list of ids or of such lists, {path} holds none")
-    passages = content if isinstance(content[0], list) else [content]
-    for index, passage in enumerate(passages):
-        where = f"list {index} of {path}" if passages is content else str(path)
-        if not isinstance(passage, list) or len(passage) < 2:
-            raise InvalidRequest(f"tokens must be lists of at least 2 ids, {where} is not one")
-        for at, token_id in enumerate(passage):
-            if type(token_id) is not int or not 0 <= token_id < vocab_size:
+    lists = content if any(isinstance(each, list) for each in content) else [content]
+    for index, token_ids in enumerate(lists):
+        if not isinstance(token_ids, list) or len(token_ids) < 2:
+            raise InvalidRequest(
+                f"tokens must be lists of at least 2 ids, got {shown(token_ids)} as passage {index}"
+            )
+        for at, token_id in enumerate(token_ids):
+            if type(token_id) is not int:
                 raise InvalidRequest(
-                    f"tokens must be integers in [0, {vocab_size - 1}], got {shown(token_id)} at "
-                    f"index {at} of {where}"
+                    f"token ids must be integers, got {shown(token_id)} at index {at} of passage "
+                    f"{index}"
                 )
-    return [tuple(passage) for passage in passages]
+    return [tuple(token_ids) for token_ids in lists]
 
 
 def _mode(name: str, value: str) -> "WeightMode":
@@ -216,25 +231,30 @@ def _check_outputs(json_file: Path | None, plot: Path | None) -> None:
 # --------------------------------------------------------------------------------- what comes of it
 
 
+def _held_out_chats(model: str, count: int) -> list[demo.HeldOutChat]:
+    if count and model != "demo":
+        raise InvalidConfig("tasks are the demo's own: they need the model 'demo'")
+    chats = demo.held_out_chats()
+    if count > len(chats):
+        raise InvalidConfig(f"tasks must be at most {len(chats)}, got {count}")
+    return chats[:count]
+
+
 def _answer_tasks(
-    configs: "Mapping[WeightMode, EngineConfig]", count: int
+    configs: "Mapping[WeightMode, EngineConfig]", chats: Sequence[demo.HeldOutChat]
 ) -> dict[str, dict[str, int]]:
     """By kind of problem: how many were asked, and how many each mode answered right."""
     from gptoss_engine.engine import Engine
     from gptoss_engine.fidelity import EngineFailed, answer
     from gptoss_engine.runner import load_runner
 
-    chats = demo.held_out_chats()
-    if count > len(chats):
-        raise InvalidConfig(f"tasks must be at most {len(chats)}, got {count}")
-    chats = chats[:count]
     scores = {
         kind: Counter(asked=number) for kind, number in Counter(c.kind for c in chats).items()
     }
     for mode, config in configs.items():
         engine = Engine(config, load_runner(config))
         with Progress(console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task(f"answering, {mode}", total=count)
+            task = progress.add_task(f"answering, {mode}", total=len(chats))
             try:
                 for chat, is_right in answer(engine, chats):
                     scores[chat.kind][mode] += is_right
@@ -267,8 +287,8 @@ def print_fidelity(title: str, weights: str, against: str, fidelity: "Fidelity")
         values = (spread[each] for each in ("mean", "p50", "p99", "max"))
         whole.add_row(name, *(f"{scale * value:.3g}" for value in values))
     whole.add_row("same top token, %", f"{100 * figures['top1_agreement']:.2f}")
-    whole.add_row(f"perplexity, {against}", f"{fidelity.reference_perplexity:.5g}")
-    whole.add_row(f"perplexity, {weights}", f"{fidelity.perplexity:.5g}")
+    whole.add_row(f"perplexity, {against}", f"{fidelity.reference_perplexity:.6g}")
+    whole.add_row(f"perplexity, {weights}", f"{fidelity.perplexity:.6g}")
 
     layers = Table(title="by layer, in %")
     for heading in (
