@@ -3,8 +3,8 @@
 For benchmarks and tests, so the numbers behave like a model's: activations keep their size through
 all layers, attention is neither uniform nor one-hot, its sinks take a share, SwiGLU's clamps are
 met now and then, and the router's choice follows the token and spreads over all experts. Weights
-drawn as a model is initialised for training do not: there the experts' outputs drown the
-embedding, and every token is sent to the same few.
+drawn as a model is initialised for training do not: attention then averages all tokens, its output
+drowns the embedding, and every token is sent to the same few experts.
 
 Every number is one look-up: 16 random bits choose from a table of 65,536 entries, four MXFP4 values
 a look-up, one scale, or one bf16. The bits of a tensor (of w13 and w2, of an expert) are the stream

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from gptoss_engine import random_checkpoint
 from gptoss_engine.random_checkpoint import RandomCheckpoint
 from gptoss_engine.tensor_source import EXPERTS, Mxfp4Blocks, expert_to_fp8, to_dense
 from gptoss_engine.weights import LayerWeights, Weights
@@ -267,11 +268,19 @@ def test_every_layer_uses_every_expert(logits: Tensor, measured: Measured):
     assert largest_share(measured) < LARGEST_SHARE
 
 
-def test_where_the_experts_drown_the_embedding_routing_degenerates(weights: Weights):
-    """As in a model initialised for training: the bound above shows it."""
+def test_weights_as_training_starts_with_them_send_all_tokens_to_the_same_experts(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """What the scales are for: with transformers' initial ones the bounds above are exceeded."""
+    normals = {name: random_checkpoint._Normal(0.02) for name in random_checkpoint._NORMALS}
+    normals |= {
+        name: normal._replace(mean=1.0) for name, normal in normals.items() if "norm" in name
+    }
+    monkeypatch.setattr(random_checkpoint, "_NORMALS", normals)
     measured = Measured()
-    logits_of(replace(weights, embedding=weights.embedding * 0.02), measured.ops)
-    assert largest_share(measured) > LARGEST_SHARE
+    logits_of(Weights.load(TINY, "bf16", torch.float32, CPU), measured.ops)
+    assert measured.shares[-1].min() == 0
+    assert largest_share(measured) > 2 * LARGEST_SHARE
 
 
 def test_a_tokens_experts_weigh_differently(logits: Tensor, measured: Measured):
