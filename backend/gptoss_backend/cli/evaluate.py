@@ -27,8 +27,11 @@ _MODES = ("fp8", "mxfp4", "bf16")
 
 
 def evaluate(
-    model: Annotated[str, typer.Argument(help="A checkpoint folder, or 'demo'.")],
+    model: Annotated[str, typer.Argument(help="A checkpoint folder, or 'demo'.")] = "demo",
     *,
+    random_weights: Annotated[
+        str, typer.Option(metavar="20b|120b|tiny", help="Instead of a model: see make-checkpoint.")
+    ] = "",
     weights: Annotated[str, typer.Option(metavar="|".join(_MODES), help="What is judged.")] = "fp8",
     against: Annotated[
         str, typer.Option(metavar="|".join(_MODES), help="What it is held against.")
@@ -63,8 +66,8 @@ def evaluate(
     that were kept from its training; of these, only its own replies are judged.
     """
     modes = _mode("weights", weights), _mode("against", against)
-    chats = _held_out_chats(model, tasks)
-    given = {"model": model, "device": device, "dtype": dtype}
+    chats = _held_out_chats(tasks, has_tasks=model == "demo" and not random_weights)
+    given = {"model": model, "random_weights": random_weights, "device": device, "dtype": dtype}
     # In a long run no problem is given up because others came before it.
     given["default_timeout_seconds"] = "1e9"
     configs: dict[WeightMode, EngineConfig] = {
@@ -72,14 +75,13 @@ def evaluate(
     }
     _check_outputs(json_file, plot)
 
-    from gptoss_engine.checkpoint import Checkpoint, checkpoint_folder
     from gptoss_engine.fidelity import compare
-    from gptoss_engine.runner import _device, _dtype
+    from gptoss_engine.runner import _device, _dtype, _source
     from gptoss_kernels import ops
 
     config = configs[modes[0]]
     place = _device(config)
-    source = Checkpoint(checkpoint_folder(model))
+    source = _source(config)
     passages = _passages(
         config, source.config, text, tokens, random_tokens, seed, max_tokens, format_name
     )
@@ -138,12 +140,12 @@ def _passages(
         passages = [Passage(token_ids) for token_ids in read_tokens(tokens)]
     elif random_tokens is not None:
         passages = [random_passage(model.vocab_size, min(random_tokens, max_tokens), seed)]
-    elif config.model == "demo":
+    elif config.model == "demo" and not config.random_weights:
         chats = demo.held_out_chats()
         passages = [Passage(chat.prompt + chat.reply, len(chat.prompt)) for chat in chats]
     else:
         raise InvalidConfig(
-            f"only the demo has chats of its own to be judged on: for {config.model} give "
+            f"only the demo has chats of its own to be judged on: for {model_name(config)} give "
             "--text FILE or --tokens FILE, or --random-tokens N for random weights"
         )
     passages = cut(passages, max_tokens)
@@ -231,8 +233,8 @@ def _check_outputs(json_file: Path | None, plot: Path | None) -> None:
 # --------------------------------------------------------------------------------- what comes of it
 
 
-def _held_out_chats(model: str, count: int) -> list[demo.HeldOutChat]:
-    if count and model != "demo":
+def _held_out_chats(count: int, *, has_tasks: bool) -> list[demo.HeldOutChat]:
+    if count and not has_tasks:
         raise InvalidConfig("tasks are the demo's own: they need the model 'demo'")
     chats = demo.held_out_chats()
     if count > len(chats):

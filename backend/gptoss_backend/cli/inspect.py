@@ -24,6 +24,8 @@ def inspect(
         "parameters": summary.num_parameters,
         "active_parameters": summary.num_active_parameters,
         "bytes": summary.num_bytes,
+        "bytes_by_form": dict(summary.bytes_by_form),
+        "weights": {name: " and ".join(forms) for name, forms in summary.weights.items()},
         "has_tokenizer": summary.has_tokenizer,
         **{name: _plain(value) for name, value in asdict(summary.config).items()},
     }
@@ -44,7 +46,7 @@ def _shown(name: str, value: Any) -> str:
     if name == "layer_types":
         return ", ".join(f"{value.count(kind)} x {kind}" for kind in dict.fromkeys(value))
     if isinstance(value, dict):
-        return ", ".join(f"{key} {each}" for key, each in value.items())
+        return ", ".join(f"{key} {_shown(key, each)}" for key, each in value.items())
     if isinstance(value, (list, tuple)):
         return ", ".join(map(str, value))
     if isinstance(value, int) and not isinstance(value, bool) and value >= 10_000:

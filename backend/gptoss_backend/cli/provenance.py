@@ -21,7 +21,9 @@ def provenance(config: EngineConfig) -> dict[str, Any]:
 
 def model_name(config: EngineConfig) -> str:
     """What a line calls the model: never the machine's own path."""
-    return config.model if config.model == "demo" else Path(config.model).name
+    if config.random_weights:
+        return f"random {config.random_weights}"
+    return config.model if config.model == "demo" else Path(config.model).resolve().name
 
 
 def _device(config: EngineConfig) -> str:
