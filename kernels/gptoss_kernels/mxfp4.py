@@ -76,15 +76,15 @@ def block_scale(blocks: Tensor, scales: Tensor) -> Tensor:
     if (scales == NAN_SCALE).any():
         count = int((scales == NAN_SCALE).sum())
         raise ValueError(f"{count} of an MXFP4 weight's {scales.numel()} scales are not numbers")
-    # Eight bytes at a time: which bits a group's values have tells the exponent of the largest.
+    # Eight bytes at a time: the bits that occur in a group tell the exponent of its largest value.
     aligned = blocks if blocks.storage_offset() % 8 == 0 else blocks.clone()
     first, second = aligned.view(torch.int64).unbind(-1)
     either = first | second
-    sixes = (first & first << 1) | (second & second << 1)
-    steps = ((either & 0x7777777777777777) != 0).int()  # 0 for zeros, 1 for up to 0.5
-    steps += (either & 0x6666666666666666) != 0  # up to 1.5
-    steps += (either & 0x4444444444444444) != 0  # up to 4
-    steps += (sixes & 0x4444444444444444) != 0
+    both_upper_bits = (first & (first << 1)) | (second & (second << 1))
+    steps = ((either & 0x7777777777777777) != 0).int()  # at least 0.5
+    steps += (either & 0x6666666666666666) != 0  # 1
+    steps += (either & 0x4444444444444444) != 0  # 2
+    steps += (both_upper_bits & 0x4444444444444444) != 0  # 4
     exponent = torch.where(steps > 0, scales + (steps - 2), _NO_EXPONENT)
     rows, columns = map(num_blocks, (scales.shape[0], scales.shape[1] * GROUP))
     filled = exponent.new_full((rows * BLOCK, columns * BLOCK // GROUP), _NO_EXPONENT)

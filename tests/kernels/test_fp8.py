@@ -31,6 +31,7 @@ WEIGHTS = {
     "tiny": random(300, 320, seed=3) * 1e-34,
     "huge": random(300, 320, seed=4) * 5e37,
     "sparse": random(300, 320, seed=5).where(random(300, 320, seed=6) > 3, 0),
+    "below one": (random(300, 320, seed=8) * 1e-5).fill_diagonal_(1.0),  # 2 of e4m3's least steps
     "uniform": random(300, 320, seed=7).erf(),
 }
 EVERY_WEIGHT = pytest.mark.parametrize("weight", WEIGHTS.values(), ids=WEIGHTS)
@@ -92,7 +93,7 @@ def test_no_scale_tried_has_a_smaller_error(weight: Tensor):
     least = largest_by_block(weight) / 448
     powers = 2.0 ** torch.ceil(torch.log2(least))
     tried = [least * 2 ** (step / 16) for step in range(16)]
-    errors = torch.stack([error_with_scale(weight, scale) for scale in (powers, *tried)])
+    errors = torch.stack([error_with_scale(weight, scale.float()) for scale in (powers, *tried)])
     assert (error <= errors * (1 + 1e-5)).all()
     assert (error < errors.amax(0) * 0.99).all()  # so that any scale would not have done
     assert ((quantised.scale >= least * (1 - 1e-6)) & (quantised.scale < 2 * least)).all()
@@ -168,6 +169,13 @@ def test_zeros_and_the_smallest_numbers(quantise):
     assert quantised.values.double().nonzero().tolist() == [[200, 0]]
     assert quantised.values[200, 0].double() == 1
     assert bool(quantised.values[130, 130].float().signbit())
+
+
+@pytest.mark.parametrize("quantise", [quantise_weight, lambda w: quantise_weight_exactly(w)[0]])
+def test_scales_are_normal_numbers(quantise):
+    quantised = quantise(random(256, 256) * 1e-37)
+    assert quantised.scale.tolist() == [[2.0**-126] * 2] * 2
+    assert quantised.values.float().abs().max() > 8
 
 
 @pytest.mark.parametrize("quantise", [quantise_weight, quantise_weight_exactly])

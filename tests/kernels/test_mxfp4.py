@@ -8,7 +8,7 @@ from gptoss_kernels.fp8 import Fp8Weight, num_blocks, quantise_weight_exactly
 from gptoss_kernels.mxfp4 import Mxfp4Weight, block_scale, dequantise, widen
 
 from ..tiny_checkpoint import quantise_mxfp4
-from .e4m3 import by_block, expand_mxfp4, nearest, same_bytes
+from .e4m3 import FP4, by_block, expand_mxfp4, nearest, same_bytes
 
 EVERY_BYTE = torch.arange(256, dtype=torch.uint8).view(4, 4, 16)  # 4 rows of 4 groups
 EVERY_SCALE = torch.arange(255, dtype=torch.uint8)
@@ -131,17 +131,24 @@ def test_zeros_have_signs_and_no_say_in_the_scale():
 
 
 @pytest.mark.parametrize("byte", [0x01, 0x10, 0x02, 0x30, 0x04, 0x50, 0x06, 0x70, 0x8C, 0xC8])
-def test_the_scale_follows_the_largest_value_wherever_it_is(byte: int):
-    """Larger than 2^(emax - 6) never, smaller where a block attains neither 4 nor 6."""
-    largest = expand_mxfp4(torch.full((1, 16), byte), torch.tensor([127])).abs().max()
+@pytest.mark.parametrize("scale_byte", [0, 127, 254])
+def test_the_scale_follows_the_largest_value_wherever_it_is(byte: int, scale_byte: int):
+    """Above 2^(emax - 6) never, and below it where a block attains neither 4 nor 6."""
+    scales = torch.full((3, 6), scale_byte, dtype=torch.uint8)
+    of_four_and_six = 2.0 ** max(scale_byte - 127 - 6, -126)
+    attains_them = bool((FP4[[byte % 16, byte // 16]].abs() >= 4).any())
     for place in range(16):
         blocks = torch.zeros(3, 6, 16, dtype=torch.uint8)
-        scales = torch.full((3, 6), 127, dtype=torch.uint8)
         blocks[1, 5, place] = byte
         scale = block_scale(blocks, scales)
+        weight, inexact = widen(blocks, scales, scale)
+        assert not inexact.any()
+        assert torch.equal(in_float64(weight), expand_mxfp4(blocks, scales))
         assert scale[0, 0] == 1
-        assert largest / scale[0, 1] in (256, 384)
-        assert (scale[0, 1] == 2.0**-6) == (largest >= 4)
+        assert scale[0, 1] <= of_four_and_six
+        if scale_byte:  # otherwise the scale would not be a normal number
+            assert weight.values.float().abs().max() in (256, 384)
+            assert (scale[0, 1] == of_four_and_six) == attains_them
 
 
 @pytest.mark.parametrize("spread", [0, 6, 14, 15, 30])
