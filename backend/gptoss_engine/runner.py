@@ -27,6 +27,7 @@ class Runner:
 
     num_pages, num_window_pages: what the page pools of the two groups may hand out.
     max_model_len: tokens of prompt and answer together.
+    weight_mode: the form of the experts' weights.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Runner:
         self.num_pages = num_pages
         self.num_window_pages = num_window_pages
         self.max_model_len = max_model_len(config, model_config)
+        self.weight_mode = weights.mode
         self._page_size = config.page_size
         self._device = weights.embedding.device
         self._ops = operators.load(config.attention)

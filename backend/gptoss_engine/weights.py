@@ -126,6 +126,16 @@ class Weights:
                 yield f"layers.{index}.{field.name}", getattr(layer, field.name)
 
     @property
+    def mode(self) -> WeightMode:
+        """By the experts' form."""
+        match self.layers[0].w13:
+            case Fp8Weight():
+                return "fp8"
+            case Mxfp4Weight():
+                return "mxfp4"
+        return "bf16"
+
+    @property
     def num_bytes(self) -> int:
         return sum(_num_bytes(weight) for _, weight in self.named())
 

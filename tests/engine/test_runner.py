@@ -1,20 +1,27 @@
 """Steps as a scheduler would order them: pages, chunks, batches, and what is sampled."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
+from gptoss_engine.checkpoint import Checkpoint
 from gptoss_engine.config import EngineConfig, InvalidConfig
+from gptoss_engine.convert import convert
 from gptoss_engine.engine import Engine
 from gptoss_engine.model_config import InvalidCheckpoint
 from gptoss_engine.runner import Runner, load_runner
-from gptoss_engine.sequence import ScheduledItem
+from gptoss_engine.sequence import ScheduledItem, Sequence
 from gptoss_engine.types import GenerationRequest, SamplingParams
+from gptoss_kernels.ops import Fp8Weight, Mxfp4Weight, Operators
+from gptoss_kernels.testing import rel_error
 
-from ..tiny_checkpoint import TinyCheckpoint
+from ..tiny_checkpoint import TinyCheckpoint, write_converted
 from .stepping import GREEDY, Stepper, outputs, sequence, tiny_runner
 
 PROMPTS = [
@@ -96,6 +103,88 @@ def test_batched_is_alone(runner: Runner, sampling: SamplingParams):
     stepper.generate(*made, num_tokens=40, chunk=50)
     for seed, (prompt, one) in enumerate(zip(PROMPTS, made, strict=True)):
         assert outputs(one)[:40] == alone(runner, prompt, sampling, seed)
+
+
+@contextmanager
+def recorded_logits(runner: Runner) -> Iterator[list[Tensor]]:
+    """Of every step that is run within."""
+    found: list[Tensor] = []
+    model = runner._model
+
+    def recording(hidden: Tensor, rows: Tensor, ops: Operators) -> Tensor:
+        found.append(type(model).logits(model, hidden, rows, ops))
+        return found[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "logits", recording)
+        yield found
+
+
+def greedy_run(runner: Runner) -> tuple[list[Tensor], list[int]]:
+    """The logits of all steps of three sequences of 30 tokens, and these tokens."""
+    made = [sequence(prompt) for prompt in PROMPTS[3:]]
+    with recorded_logits(runner) as logits:
+        Stepper(runner).generate(*made, num_tokens=30, chunk=100)
+    return logits, [token_id for one in made for token_id in outputs(one)]
+
+
+def test_fp8_and_mxfp4_are_the_same_function_and_bf16_is_another(
+    tiny_checkpoint: TinyCheckpoint, tmp_path: Path
+):
+    published = tiny_checkpoint.original
+    runners = {mode: tiny_runner(published, weights=mode) for mode in ("bf16", "fp8", "mxfp4")}
+    bf16, _ = greedy_run(runners["bf16"])
+    fp8, tokens = greedy_run(runners["fp8"])
+    mxfp4, others = greedy_run(runners["mxfp4"])
+    assert tokens == others
+    assert len(fp8) == len(mxfp4) > 30
+    assert all(map(torch.equal, fp8, mxfp4))
+    # The first step that samples has the same tokens in every mode.
+    first = next(step for step, logits in enumerate(fp8) if len(logits))
+    assert rel_error(fp8[first], bf16[first]) > 0.1
+    sizes = {mode: runner._model.weights.expert_bytes for mode, runner in runners.items()}
+    assert sizes["mxfp4"] <= 0.55 * sizes["fp8"]
+    assert sizes["fp8"] <= 0.51 * sizes["bf16"]
+
+    convert(Checkpoint(published), tmp_path / "converted")
+    converted, others = greedy_run(tiny_runner(tmp_path / "converted"))
+    assert tokens == others
+    assert all(map(torch.equal, fp8, converted))
+
+
+LONG = [(3 * j * j + 7 * j + 11) % 512 for j in range(320)]
+# An fp32 sum in another order may take an activation over the border between two values of e4m3,
+# and everything behind it then moves: medians over positions of the largest difference over the
+# mean size. Seen: 0.064 where a chunk is one token, 1e-6 else; FP8 itself is 1.1 from bf16.
+FP8_BOUND = 0.2
+
+
+@pytest.mark.parametrize("mode", ["fp8", "mxfp4"])
+def test_fp8_depends_on_company_and_chunks_by_roundings_alone(
+    tiny_checkpoint: TinyCheckpoint, mode: str
+):
+    runner = tiny_runner(tiny_checkpoint.huggingface, weights=mode)
+
+    def logits(token_ids: list[int], chunk: int = 1000, *company: Sequence) -> Tensor:
+        """Of the last 121 of the tokens, which come as a draft; the company is in the last step."""
+        made, stepper = sequence(token_ids[:200]), Stepper(runner)
+        with recorded_logits(runner) as found:
+            while made.num_uncomputed_tokens > chunk:
+                stepper.advance(made, chunk=chunk)
+            last = ScheduledItem(made, made.num_uncomputed_tokens, tuple(token_ids[200:]))
+            stepper.step(*(ScheduledItem(one, one.num_uncomputed_tokens) for one in company), last)
+        return found[-1][-121:]
+
+    def median_error(actual: Tensor) -> float:
+        errors = (actual - expected).abs().amax(-1) / expected.square().mean(-1).sqrt()
+        return float(errors.median())
+
+    expected = logits(LONG)
+    for chunk in (1, 7, 64, 100):
+        assert median_error(logits(LONG, chunk)) < FP8_BOUND
+    assert median_error(logits(LONG, 150, *map(sequence, PROMPTS))) < FP8_BOUND
+    # One other token, three hundred before the last.
+    assert median_error(logits([5, *LONG[1:]])) > 2 * FP8_BOUND
 
 
 def test_a_sequence_that_lost_its_pages_continues_the_same(runner: Runner):
@@ -209,6 +298,35 @@ def test_load_runner_derives_what_is_not_configured(tiny_checkpoint: TinyCheckpo
     assert (runner.num_pages, runner.num_window_pages) == (20, 9)
     assert runner.max_model_len == 640
     assert runner.model_config.vocab_size == 512
+
+
+def test_the_weight_mode_follows_from_the_checkpoint_unless_chosen(
+    tiny_checkpoint: TinyCheckpoint, tmp_path: Path
+):
+    converted = write_converted(tmp_path)
+    for folder, chosen, mode in (
+        (tiny_checkpoint.huggingface, "auto", "bf16"),
+        (tiny_checkpoint.dequantised, "auto", "bf16"),
+        (converted, "auto", "fp8"),
+        (tiny_checkpoint.dequantised, "fp8", "fp8"),
+        (converted, "bf16", "bf16"),
+        (tiny_checkpoint.original, "mxfp4", "mxfp4"),
+    ):
+        runner = tiny_runner(folder, weights=chosen)
+        assert runner.weight_mode == mode
+        kinds = {"bf16": Tensor, "fp8": Fp8Weight, "mxfp4": Mxfp4Weight}
+        assert isinstance(runner._model.weights.layers[0].w2, kinds[mode])
+
+
+def test_random_weights_take_the_place_of_a_model():
+    config = EngineConfig(random_weights="tiny", device="cpu", weights="fp8", dtype="bfloat16")
+    config = replace(config, max_model_len=64, max_num_seqs=2, max_num_batched_tokens=64)
+    runner = load_runner(config)
+    assert runner.model_config.num_experts == 16
+    assert runner.weight_mode == "fp8"
+    made = sequence(PROMPTS[1])
+    Stepper(runner, page_size=64).generate(made, num_tokens=2)
+    assert len(set(outputs(made))) == 2
 
 
 def test_what_cannot_be_loaded_is_a_sentence(tiny_checkpoint: TinyCheckpoint, tmp_path: Path):

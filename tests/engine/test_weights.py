@@ -12,6 +12,7 @@ from torch import Tensor
 from gptoss_engine import weights as weights_module
 from gptoss_engine.checkpoint import Checkpoint, InvalidCheckpoint
 from gptoss_engine.config import InvalidConfig
+from gptoss_engine.convert import convert
 from gptoss_engine.tensor_source import EXPERTS, Form, Mxfp4Blocks, WeightMode
 from gptoss_engine.weights import Weight, Weights
 from gptoss_kernels.fp8 import quantise_weight
@@ -115,6 +116,13 @@ def test_a_converted_folder_is_loaded_as_it_is(tmp_path: Path, fp8: tuple[str, .
         if isinstance(stored, Fp8Weight):
             stored = expand_fp8(stored.values, stored.scale)
         assert torch.equal(weight, stored), name  # type: ignore[arg-type]
+
+
+def test_fp8_made_while_loading_is_what_convert_makes(folders: dict[str, Path], tmp_path: Path):
+    for layout in ("huggingface", "original", "dequantised"):
+        convert(Checkpoint(folders[layout]), tmp_path / layout)
+        converted, made = load(tmp_path / layout, "fp8"), load(folders[layout], "fp8")
+        assert [name for name in made if not is_equal(made[name], converted[name])] == []
 
 
 @pytest.mark.parametrize("layout", ["huggingface", "original"])
