@@ -31,7 +31,8 @@ WEIGHTS = {
     "tiny": random(300, 320, seed=3) * 1e-34,
     "huge": random(300, 320, seed=4) * 5e37,
     "sparse": random(300, 320, seed=5).where(random(300, 320, seed=6) > 3, 0),
-    "below one": (random(300, 320, seed=8) * 1e-5).fill_diagonal_(1.0),  # 2 of e4m3's least steps
+    # At the power of two all but one are halfway between e4m3's least numbers.
+    "smallest": torch.full((300, 320), 2.5 * 2.0**-17).fill_diagonal_(1.0),
     "uniform": random(300, 320, seed=7).erf(),
 }
 EVERY_WEIGHT = pytest.mark.parametrize("weight", WEIGHTS.values(), ids=WEIGHTS)
@@ -173,9 +174,10 @@ def test_zeros_and_the_smallest_numbers(quantise):
 
 @pytest.mark.parametrize("quantise", [quantise_weight, lambda w: quantise_weight_exactly(w)[0]])
 def test_scales_are_normal_numbers(quantise):
-    quantised = quantise(random(256, 256) * 1e-37)
-    assert quantised.scale.tolist() == [[2.0**-126] * 2] * 2
-    assert quantised.values.float().abs().max() > 8
+    for size in (1e-37, 5e-37):
+        quantised = quantise(random(256, 256) * size)
+        assert quantised.scale.tolist() == [[2.0**-126] * 2] * 2
+        assert quantised.values.float().abs().max() > 8
 
 
 @pytest.mark.parametrize("quantise", [quantise_weight, quantise_weight_exactly])
