@@ -1,7 +1,7 @@
 """The proof that a folder is the conversion of a checkpoint: both are read again, and compared."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import prod
@@ -63,6 +63,9 @@ def verify(source: TensorSource, target: Path, options: Options = DEFAULT_OPTION
         raise InvalidCheckpoint(
             f"{target} is no conversion of {source.label} with these options, by its {REPORT_FILE}"
         )
+    checksums = _checksums(target)
+    tensor_files = {name for name in checksums if name.endswith(".safetensors")}
+    _check_files(target, checksums, checksums.keys() - tensor_files)
     converted = Checkpoint(target)
     if converted.config != source.config:
         raise InvalidCheckpoint(f"{target}: config.json differs from {source.label}")
@@ -82,7 +85,7 @@ def verify(source: TensorSource, target: Path, options: Options = DEFAULT_OPTION
                     f"{target}: {weight} has {num_inexact} blocks that are not exact, and "
                     f"{REPORT_FILE} counts {reported.get(weight, 0)}"
                 )
-    _check_checksums(target)
+    _check_files(target, checksums, tensor_files)
 
 
 def _compare(
@@ -184,14 +187,23 @@ def _spread(of_blocks: Tensor, shape: torch.Size) -> Tensor:
     return rows.repeat_interleave(BLOCK, dim=1)[:, : shape[1]]
 
 
-def _check_checksums(target: Path) -> None:
-    lines = (target / CHECKSUMS_FILE).read_text(encoding="utf-8").splitlines()
+def _checksums(target: Path) -> dict[str, str]:
+    """Of each file by its name; there are no others."""
+    path = target / CHECKSUMS_FILE
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise InvalidCheckpoint(f"cannot read {path}: {error}") from None
     expected = {name: checksum for checksum, _, name in (line.partition("  ") for line in lines)}
-    found = {path.name for path in target.iterdir()} - {CHECKSUMS_FILE}
+    found = {each.name for each in target.iterdir()} - {CHECKSUMS_FILE}
     for name in sorted(found ^ expected.keys()):
-        missing = "is missing" if name in expected else f"is not in {CHECKSUMS_FILE}"
-        raise InvalidCheckpoint(f"{target}: {name} {missing}")
-    for name, checksum in expected.items():
+        fault = "is missing" if name in expected else f"is not in {CHECKSUMS_FILE}"
+        raise InvalidCheckpoint(f"{target}: {name} {fault}")
+    return expected
+
+
+def _check_files(target: Path, checksums: dict[str, str], names: Iterable[str]) -> None:
+    for name in sorted(names):
         with (target / name).open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != checksum:
+            if hashlib.file_digest(file, "sha256").hexdigest() != checksums[name]:
                 raise InvalidCheckpoint(f"{target}: {name} does not match {CHECKSUMS_FILE}")
