@@ -27,7 +27,7 @@ from gptoss_kernels.fp8 import (
 )
 from gptoss_kernels.mxfp4 import Mxfp4Weight
 
-ROW_TILE = 2048  # rows of an FP8 weight that are widened at a time stay in a CPU's cache
+VALUES_WIDENED = 2**19  # of an FP8 weight at a time: 4 MiB in fp64 stay in a CPU's cache
 QUERY_TILE = 256  # a tile of a window layer sees 127 keys more than it has queries
 MAX_SCORES = 2**24  # 64 MiB of scores: a long context gets fewer queries a tile
 LEAST_EXPONENT = -87.0  # exp(-87) is nearly the smallest normal fp32
@@ -109,20 +109,29 @@ def linear_fp8(
     assert x_scale.shape == (num_tokens, -(-width // group))
     assert weight_scale.shape == (num_blocks(num_rows), num_blocks(width))
     assert bias is None or bias.shape == (num_rows,)
-    row_scale = weight_scale.repeat_interleave(BLOCK, dim=0)[:num_rows]
+    num_groups = x_scale.shape[1]
+    row_scale = weight_scale[:, torch.arange(num_groups, device=x.device) * group // BLOCK]
+    row_scale = row_scale.repeat_interleave(BLOCK, dim=0)[:num_rows].T
+    x_groups = _widened_groups(x, group)
     out = x.new_zeros(num_tokens, num_rows, dtype=torch.float32)
-    for index, first in enumerate(range(0, width, group)):
-        columns = slice(first, first + group)
-        # Products of e4m3 are multiples of 2^-18 up to 2^18: in fp64 no sum of 128 is rounded.
-        part = widen_values(x[:, columns], torch.float64)
-        for tile in range(0, num_rows, ROW_TILE):
-            rows = slice(tile, tile + ROW_TILE)
-            product = part @ widen_values(weight[rows, columns], torch.float64).T
-            scale = x_scale[:, index, None] * row_scale[rows, first // BLOCK]
-            out[:, rows] += product.float() * scale
+    tile = max(BLOCK, VALUES_WIDENED // width)
+    for first in range(0, num_rows, tile):
+        rows = slice(first, first + tile)
+        # Products of e4m3 are multiples of 2^-18 up to 2^18: fp64 adds 128 of them exactly.
+        sums = (x_groups @ _widened_groups(weight[rows], group).transpose(1, 2)).float()
+        sums *= x_scale.T[:, :, None] * row_scale[:, None, rows]
+        for of_group in sums:
+            out[:, rows] += of_group
     if bias is not None:
         out += bias
     return out.to(dtype)
+
+
+def _widened_groups(values: Tensor, group: int) -> Tensor:
+    """e4m3 [N, K] -> fp64 [ceil(K / group), N, group], filled up with zeros."""
+    padding = (0, -values.shape[1] % group)
+    filled = torch.nn.functional.pad(values.view(torch.uint8), padding).view(E4M3)
+    return widen_values(filled, torch.float64).unflatten(1, (-1, group)).transpose(0, 1)
 
 
 def rope_table(
