@@ -60,6 +60,9 @@ class LayerWeights:
     attention_norm, mlp_norm, out_bias [H]; qkv [(N + 2 KV) D, H], in the order q, k, v, and
     qkv_bias; sinks [N]; out [H, N D]; router [E, H] and router_bias [E]; w13 [E, 2 I, H], gate and
     up rows interleaved, and w13_bias [E, 2 I]; w2 [E, H, I] and w2_bias [E, H].
+
+    A rank of several has parts of these, see shards.py. In FP8 each of its three pieces of qkv
+    and qkv_bias is filled up with zeros to whole blocks of 128, so that no two share a scale.
     """
 
     attention_norm: Tensor
@@ -225,8 +228,9 @@ class _Plan:
         self, name: str, expert: int | None, part: Part, destination: Weight
     ) -> Iterator[_Job]:
         for start, piece in zip(part.starts(self._is_padded(name)), part.rows, strict=False):
-            for first in range(piece.start, piece.stop, ROWS_AT_ONCE):
-                rows = slice(first, min(first + ROWS_AT_ONCE, piece.stop))
+            step = ROWS_AT_ONCE if expert is None else shards.size(piece)
+            for first in range(piece.start, piece.stop, step):
+                rows = slice(first, min(first + step, piece.stop))
                 begin = start + first - piece.start
                 into = _rows(destination, slice(begin, begin + shards.size(rows)))
                 yield _Job(name, expert, rows, part.columns, into)

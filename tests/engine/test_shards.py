@@ -138,6 +138,25 @@ def test_ranks_of_a_published_layer_are_the_whole(tp: int, ep: int, mode: Weight
     assert differences(put_together(parts, config, ep), whole(made, mode)) == []
 
 
+def test_the_fp8_of_a_published_attention_is_that_of_the_whole():
+    """Made while loading: 64 rows of keys are half a block of the whole, and have its scale."""
+    config = model_config(num_experts=1, intermediate_size=1024)
+    made = source(config, "mxfp4", "dense")
+    parts = ranks(made, "fp8", 8, 1)
+    assert differences(put_together(parts, config, 1), whole(made, "fp8")) == []
+
+
+@pytest.mark.parametrize("num_experts", [32, 128])
+@pytest.mark.parametrize("ep", [2, 4, 8])
+def test_the_published_experts_go_to_the_ranks_in_order(num_experts: int, ep: int):
+    config, share = model_config(num_experts=num_experts), num_experts // ep
+    for index in range(ep):
+        for name in ("w13", "w13_bias", "w2", "w2_bias"):
+            mine = part(config, f"layers.0.{name}", Rank(index, ep, ep))
+            assert mine.experts == range(share * index, share * (index + 1))
+            assert not mine.is_zero
+
+
 @pytest.mark.parametrize("config", [TINY, NARROW], ids=["tiny", "narrow"])
 @pytest.mark.parametrize(
     ("experts", "mode"),

@@ -13,6 +13,7 @@ from gptoss_engine import weights as weights_module
 from gptoss_engine.checkpoint import Checkpoint, InvalidCheckpoint
 from gptoss_engine.config import InvalidConfig
 from gptoss_engine.convert import convert
+from gptoss_engine.shards import Rank
 from gptoss_engine.tensor_source import EXPERTS, Form, Mxfp4Blocks, WeightMode
 from gptoss_engine.weights import Weight, Weights
 from gptoss_kernels.fp8 import quantise_weight
@@ -251,6 +252,34 @@ def test_experts_are_read_one_at_a_time(monkeypatch: pytest.MonkeyPatch):
     Weights.load(made, "fp8", torch.float32, CPU)
     experts = [(f"layers.0.{name}", expert) for name in EXPERTS for expert in range(4)]
     assert sorted(pair for pair in asked if pair[1] is not None) == experts
+
+
+def test_rows_read_a_few_at_a_time_are_the_same(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    converted = write_converted(tmp_path, SIZE, fp8=("out", "lm_head"))
+    for folder in (folders["huggingface"], folders["dequantised"], converted):
+        whole = load(folder, "fp8")
+        with monkeypatch.context() as patch:
+            patch.setattr(weights_module, "ROWS_AT_ONCE", 128)
+            pieces = load(folder, "fp8")
+        assert [name for name in whole if not is_equal(whole[name], pieces[name])] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["bf16", "fp8", "mxfp4"])
+def test_a_gpu_holds_what_a_cpu_does(mode: WeightMode):
+    """Converted on the device: two threads, one stream."""
+    made = MemorySource(model_config(num_experts=4))
+    for rank in (Rank(), Rank(3, 8)):
+        on_cpu = dict(Weights.load(made, mode, torch.bfloat16, CPU, rank).named())
+        on_gpu = Weights.load(made, mode, torch.bfloat16, torch.device("cuda"), rank)
+        for name, weight in on_gpu.named():
+            tensors = weights_module._tensors(weight)
+            assert all(tensor.is_cuda for tensor in tensors)
+            back = [tensor.cpu() for tensor in tensors]
+            same = back[0] if isinstance(weight, Tensor) else type(weight)(*back)
+            assert is_equal(same, on_cpu[name]), name
 
 
 def test_a_fault_ends_the_load_at_once(monkeypatch: pytest.MonkeyPatch):
