@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from torch import Tensor
 
 INDEX_FILE = "model.safetensors.index.json"
 CHECKSUMS_FILE = "SHA256SUMS"
+FLUSHED_BYTES = 2**27  # at once to the disk, at least
 SPARE_BYTES = 64 * 2**20  # left free on the disk, for folders and small files
 
 # safetensors' names. Files hold their tensors in this order, so that all lie on multiples of their
@@ -283,9 +285,8 @@ def _write_tensors(plan: list[_File], folder: _Folder, description: str) -> None
         for file in plan:
             if file.name in folder.finished:
                 continue
-            notes = _write_file(
-                folder.content / file.name, file, lambda size: progress.advance(task, size)
-            )
+            with _Output(folder.content / file.name, executor) as output:
+                notes = _write_file(file, output, partial(progress.advance, task))
             if finishing:
                 finishing.result()
             finishing = executor.submit(folder.finish, file.name, notes)
@@ -293,20 +294,55 @@ def _write_tensors(plan: list[_File], folder: _Folder, description: str) -> None
             finishing.result()
 
 
-def _write_file(path: Path, file: _File, advance: Callable[[int], None]) -> list[Any]:
+class _Output:
+    """An open file, whose bytes go to the disk while others are made, not all at the end."""
+
+    def __init__(self, path: Path, executor: ThreadPoolExecutor) -> None:
+        self._file = path.open("wb", buffering=0)
+        self._executor = executor
+        self._flushing: Future[None] | None = None
+        self._num_unflushed = 0
+
+    def __enter__(self) -> "_Output":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._file:
+            self._finish_flushing()
+
+    def write(self, position: int, content: Any) -> None:
+        descriptor, view = self._file.fileno(), memoryview(content)
+        self._num_unflushed += len(view)
+        while view:
+            count = os.pwrite(descriptor, view, position)
+            view, position = view[count:], position + count
+        if self._num_unflushed >= FLUSHED_BYTES and (not self._flushing or self._flushing.done()):
+            self._finish_flushing()
+            self._flushing = self._executor.submit(os.fdatasync, descriptor)
+            self._num_unflushed = 0
+
+    def _finish_flushing(self) -> None:
+        if self._flushing:
+            self._flushing.result()
+
+
+def _write_file(file: _File, output: _Output, advance: Callable[[int], None]) -> list[Any]:
     """The header, and each tensor at its place. Returns the groups' notes."""
-    with path.open("wb", buffering=0) as out:
-        _write_at(out.fileno(), file.header, 0)
-        return [_write_group(out.fileno(), group, file.offsets, advance) for group in file.groups]
+    output.write(0, file.header)
+    notes = []
+    for group in file.groups:
+        pieces = _WithNotes(group.produce())
+        for position, content in _placed(pieces, group, file.offsets):
+            output.write(position, content)
+            advance(len(content))
+        notes.append(pieces.notes)
+    return notes
 
 
-def _write_group(
-    descriptor: int,
-    group: TensorGroup,
-    offsets: Mapping[str, int],
-    advance: Callable[[int], None],
-) -> Any:
-    pieces = _WithNotes(group.produce())
+def _placed(
+    pieces: Iterable[Tensor], group: TensorGroup, offsets: Mapping[str, int]
+) -> Iterator[tuple[int, Any]]:
+    """The position and the bytes of each piece."""
     places = iter(group.tensors.items())
     name, left, position = "", 0, 0
     for piece in pieces:
@@ -317,13 +353,10 @@ def _write_group(
             left, position = prod(shape) * dtype.itemsize, offsets[name]
         assert piece.dtype == group.tensors[name][0], f"{name}: a piece of {piece.dtype}"
         assert piece.nbytes <= left, f"{name}: more than its shape holds"
-        content = piece.cpu().contiguous().flatten().view(torch.uint8).numpy()
-        _write_at(descriptor, content, position)
+        yield position, piece.cpu().contiguous().flatten().view(torch.uint8).numpy()
         left, position = left - piece.nbytes, position + piece.nbytes
-        advance(piece.nbytes)
     assert not left, f"{name}: {left} bytes were not produced"
     assert not any(prod(shape) for _, (_, shape) in places), f"{name}: and no tensor after it"
-    return pieces.notes
 
 
 class _WithNotes:
@@ -335,13 +368,6 @@ class _WithNotes:
 
     def __iter__(self) -> Iterator[Tensor]:
         self.notes = yield from self._pieces
-
-
-def _write_at(descriptor: int, content: Any, position: int) -> None:
-    view = memoryview(content)
-    while view:
-        count = os.pwrite(descriptor, view, position)
-        view, position = view[count:], position + count
 
 
 def _write_small_files(plan: list[_File], folder: _Folder, files: Mapping[str, bytes]) -> None:

@@ -370,6 +370,22 @@ def test_a_disk_that_fills_up_keeps_what_is_finished(
     assert contents(tmp_path / "t") == contents(tmp_path / "undisturbed")
 
 
+def test_a_disk_that_fails_to_flush_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(checkpoint_writer, "FLUSHED_BYTES", 20)
+    write(tmp_path / "undisturbed")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fdatasync", fail)
+        with pytest.raises(CannotWrite, match=r"cannot write .*/t: Input/output error$"):
+            write(tmp_path / "t")
+    write(tmp_path / "t")
+    assert contents(tmp_path / "t") == contents(tmp_path / "undisturbed")
+
+
 def test_a_limit_on_the_size_of_files_is_a_sentence(tmp_path: Path) -> None:
     limited = "import resource as r; r.setrlimit(r.RLIMIT_FSIZE, (1000, 1000))\n"
     done = subprocess.run(
