@@ -9,6 +9,7 @@ from gptoss_kernels.fp8 import BLOCK, E4M3, Fp8Weight, num_blocks, power_of_two
 
 GROUP = 32  # values that share one scale, along the contracted dimension
 NAN_SCALE = 255
+_GROUPS_AT_ONCE = 2**14  # stay in a CPU's cache
 
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = torch.tensor([*_POSITIVE, *(-value for value in _POSITIVE)])  # bit 3 is the sign
@@ -22,6 +23,7 @@ _LEAST_SHIFT, _LARGEST_SHIFT = -13, 9
 _SHIFTS = torch.arange(_LEAST_SHIFT, _LARGEST_SHIFT + 1)
 _SHIFTED = (_PAIRS * torch.exp2(_SHIFTS.float())[:, None, None]).clamp(-448, 448)
 _E4M3_PAIRS = _SHIFTED.to(E4M3).view(torch.int16).flatten()  # [shifts * 256], two values each
+_ALL_EXACT_FROM = -8  # below, 0.5 is less than the least number of e4m3
 _IS_EXACT = (_E4M3_PAIRS.view(E4M3).float() == _SHIFTED.flatten()).view(-1, 2).all(-1)
 
 
@@ -61,9 +63,13 @@ def dequantise(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     factors = _FACTORS.to(device=blocks.device, dtype=dtype)
     # Both values of a byte are fetched as one.
     pairs = pairs.view(torch.int64 if dtype.itemsize == 4 else torch.int32).flatten()
-    values = pairs.index_select(0, blocks.int().flatten()).view(dtype)
-    values = values.view(*scales.shape, GROUP)
-    return values.mul_(factors[scales.int()][..., None]).flatten(-2)
+    groups, scale = blocks.reshape(-1, GROUP // 2), scales.flatten()
+    out = torch.empty(len(groups), GROUP, dtype=dtype, device=blocks.device)
+    for first in range(0, len(groups), _GROUPS_AT_ONCE):
+        part = slice(first, first + _GROUPS_AT_ONCE)
+        values = pairs.index_select(0, groups[part].int().flatten()).view(dtype)
+        torch.mul(values.view(-1, GROUP), factors[scale[part].int()][:, None], out=out[part])
+    return out.view(*scales.shape[:-1], scales.shape[-1] * GROUP)
 
 
 def block_scale(blocks: Tensor, scales: Tensor) -> Tensor:
@@ -106,12 +112,15 @@ def widen(blocks: Tensor, scales: Tensor, block_scale: Tensor) -> tuple[Fp8Weigh
     exponent = exponent.repeat_interleave(BLOCK, dim=0)[:rows]
     exponent = exponent.repeat_interleave(BLOCK // GROUP, dim=1)[:, :groups]
     shift = (scales.int() - 127 - exponent).clamp(_LEAST_SHIFT, _LARGEST_SHIFT) - _LEAST_SHIFT
-    index = (shift[..., None] * 256 + blocks).flatten()
-    values = _E4M3_PAIRS.to(blocks.device).index_select(0, index).view(E4M3)
+    pairs, is_exact = _E4M3_PAIRS.to(blocks.device), _IS_EXACT.to(blocks.device)
+    values = torch.empty(rows, groups, GROUP // 2, dtype=pairs.dtype, device=blocks.device)
     inexact = torch.zeros_like(block_scale, dtype=torch.bool)
-    is_far = shift < -8 - _LEAST_SHIFT  # 0.5 and 1.5 are exact down to here, others further
-    if is_far.any():
-        is_exact = _IS_EXACT.to(blocks.device).index_select(0, index)
-        row, group = (~is_exact.view(rows, groups, -1).all(-1)).nonzero(as_tuple=True)
-        inexact[row // BLOCK, group // (BLOCK // GROUP)] = True
-    return Fp8Weight(values.view(rows, groups * GROUP), block_scale), inexact
+    for block_row, first in enumerate(range(0, rows, BLOCK)):
+        band = slice(first, first + BLOCK)
+        index = (shift[band, :, None] * 256 + blocks[band]).flatten()
+        values[band] = pairs.index_select(0, index).view_as(values[band])
+        if (shift[band] < _ALL_EXACT_FROM - _LEAST_SHIFT).any():
+            exact = is_exact.index_select(0, index).view_as(values[band])
+            far = (~exact).any(-1).any(0).nonzero().flatten()  # groups in any of the rows
+            inexact[block_row, far // (BLOCK // GROUP)] = True
+    return Fp8Weight(values.view(E4M3).view(rows, groups * GROUP), block_scale), inexact

@@ -228,3 +228,16 @@ def test_powers_of_two_are_exact_and_normal():
     expected = [2.0 ** min(max(exponent, -126), 127) for exponent in range(-200, 200)]
     assert powers.dtype == torch.float32
     assert powers.tolist() == expected
+
+
+@pytest.mark.gpu
+@EVERY_WEIGHT
+def test_a_gpu_gives_the_same_bytes(weight: Tensor):
+    for quantise in (quantise_weight, lambda w: quantise_weight_exactly(w)[0]):
+        expected, quantised = quantise(weight), quantise(weight.cuda())
+        assert torch.equal(quantised.scale.cpu(), expected.scale)
+        assert same_bytes(quantised.values.cpu(), expected.values)
+        for dtype in (torch.float32, torch.bfloat16):
+            assert torch.equal(quantised.dequantise(dtype).cpu(), expected.dequantise(dtype))
+    inexact = quantise_weight_exactly(weight)[1]
+    assert torch.equal(quantise_weight_exactly(weight.cuda())[1].cpu(), inexact)

@@ -229,3 +229,18 @@ def test_random_weights_survive_a_round_trip():
     assert torch.equal(values.double(), expand_mxfp4(blocks, scales))
     # Half the widest step, 4 to 6, at scales up to the largest value's own size over four.
     assert (values - weight).abs().max() <= weight.abs().max() / 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spread", [6, 30])
+def test_a_gpu_gives_the_same_bytes(spread: int):
+    for blocks, scales in (random_weight(300, 10, spread), everything()):
+        expected, inexact = widen(blocks, scales, block_scale(blocks, scales))
+        on_gpu = blocks.cuda(), scales.cuda()
+        weight, also_inexact = widen(*on_gpu, block_scale(*on_gpu))
+        assert torch.equal(weight.scale.cpu(), expected.scale)
+        assert same_bytes(weight.values.cpu(), expected.values)
+        assert torch.equal(also_inexact.cpu(), inexact)
+        for dtype in (torch.float32, torch.bfloat16):
+            out = dequantise(*on_gpu, dtype).cpu()
+            assert same_bytes(out, dequantise(blocks, scales, dtype))

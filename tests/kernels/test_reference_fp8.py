@@ -292,6 +292,24 @@ def test_linear_takes_an_fp8_weight(dtype: torch.dtype):
     assert 1e-3 < error < 4e-2
 
 
+@pytest.mark.gpu
+@GROUPS
+@DTYPES
+def test_a_gpu_gives_the_same_bits(group: int, dtype: torch.dtype):
+    case = Linear.random(7, 2200, 2880, group)
+    x = random(7, 2880, dtype=dtype)
+    x[1, 5], x[2, 700], x[3] = torch.inf, torch.nan, 0.0
+    values, scale = reference.quantise(x, group)
+    on_gpu = reference.quantise(x.cuda(), group)
+    assert torch.equal(on_gpu[1].cpu().nan_to_num(-1), scale.nan_to_num(-1))
+    is_number = ~values.float().isnan()
+    assert torch.equal(on_gpu[0].cpu().float().isnan(), ~is_number)
+    assert same_bytes(on_gpu[0].cpu()[is_number], values[is_number])
+    inputs = (case.x, case.x_scale, case.weight, case.weight_scale, case.bias)
+    out = reference.linear_fp8(*(tensor.cuda() for tensor in inputs), dtype=dtype)
+    assert torch.equal(out.cpu(), case.operator(dtype))
+
+
 # --- one group of rows an expert ---
 
 # Rows of each of four experts: uneven, an expert without a row at either end, all for one, none.
