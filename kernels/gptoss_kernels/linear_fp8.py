@@ -7,105 +7,14 @@ the weights below. The kernel is cuda/linear_fp8.cu; here are its contract, and 
 
 from __future__ import annotations
 
-import ctypes
-import functools
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from gptoss_kernels.cuda import runtime
+from gptoss_kernels.fp8 import BLOCK
+from gptoss_kernels.gemm_fp8 import Arguments, Tile, empty_scale, kernel, launch
 
-_SCALE_BLOCK = 128
-_MAXIMUM_STAGES = 18
-_BAND_ROWS = 2048
-# Buffers of a serving engine come back at the same addresses; others would fill the memory.
-_MAXIMUM_LAUNCHES = 4096
-
-
-@dataclass(frozen=True)
-class Tile:
-    """How one block of threads computes: 64 * m_groups rows and `columns` columns of the output.
-
-    Warpgroups that share a tile's rows take turns along K (k_groups). Each multiplies `waves`
-    times 64 rows, one after the other. Two blocks that are neighbours along M (cluster_m = 2)
-    share their loads of the weight, along N (cluster_n = 2) those of x.
-    """
-
-    columns: int
-    m_groups: int = 2
-    k_groups: int = 1
-    waves: int = 1
-    cluster_m: int = 1
-    cluster_n: int = 1
-
-    @property
-    def rows(self) -> int:
-        return 64 * self.m_groups * self.waves
-
-    @property
-    def cluster(self) -> int:
-        return self.cluster_m * self.cluster_n
-
-    @property
-    def threads(self) -> int:
-        return 128 * (self.m_groups * self.k_groups + 1)
-
-    @property
-    def stages(self) -> int:
-        """As many slots as fit: of both matrices' 128 of K, the scales and two barriers."""
-        slot = (self.rows + self.columns) * _SCALE_BLOCK + self.rows * 4 + 16
-        return min(_MAXIMUM_STAGES, (runtime.MAXIMUM_SHARED_BYTES - self._fixed_bytes) // slot)
-
-    @property
-    def shared_bytes(self) -> int:
-        slot = (self.rows + self.columns) * _SCALE_BLOCK + self.rows * 4 + 16
-        return self._fixed_bytes + self.stages * slot
-
-    @property
-    def _fixed_bytes(self) -> int:
-        """The fp32 sums that warpgroups hand over along K."""
-        return (self.k_groups - 1) * self.rows * self.columns * 4
-
-    def compile(self) -> runtime.Cubin:
-        source = runtime.kernel_source("linear_fp8", generated=runtime.wgmma_source(self.columns))
-        return runtime.compile_source(
-            source,
-            {
-                "BLOCK_N": self.columns,
-                "STAGES": self.stages,
-                "CLUSTER_M": self.cluster_m,
-                "CLUSTER_N": self.cluster_n,
-                "M_GROUPS": self.m_groups,
-                "K_GROUPS": self.k_groups,
-                "WAVES": self.waves,
-                "TILE_ROWS": max(1, _BAND_ROWS // (self.rows * self.cluster_m)),
-                "SHARED_BYTES": self.shared_bytes,
-            },
-        )
-
-
-class _Arguments(ctypes.Structure):
-    _fields_ = (
-        ("weight_scale", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("m", ctypes.c_int),
-        ("n", ctypes.c_int),
-        ("k", ctypes.c_int),
-        ("out_stride", ctypes.c_int),
-        ("x_rows", ctypes.c_int),
-    )
-
-
-def empty_scale(rows: int, columns: int, device: torch.device | str) -> Tensor:
-    """Room for the scales [rows, ceil(columns / 128)] fp32 of an `x` [rows, columns].
-
-    Stored by column, each column padded to 16 bytes: as the copy engine reads them.
-    """
-    padded = -(-rows // 4) * 4
-    storage = torch.empty((-(-columns // _SCALE_BLOCK), padded), device=device)
-    return storage.t()[:rows]
+__all__ = ["Tile", "choose_tile", "empty_scale", "linear_fp8"]
 
 
 def linear_fp8(
@@ -128,23 +37,12 @@ def linear_fp8(
     """
     if out is None:
         out = torch.empty((x.shape[0], weight.shape[0]), dtype=torch.bfloat16, device=x.device)
-    tensors: tuple[Tensor, ...] = (x, x_scale, weight, weight_scale, bias, out)
-    key = (tile, *((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors))
-    launch = _launches.get(key)
-    if launch is None:
+    tensors = (x, x_scale, weight, weight_scale, bias, out)
+    if out.numel() == 0:
         _check(*tensors)
-        if out.numel() == 0:
-            return out
-        launch = _prepare(*tensors, tile)
-        if len(_launches) >= _MAXIMUM_LAUNCHES:
-            _launches.clear()
-        _launches[key] = launch
-    # As torch.cuda.current_stream does, without the 3 us that its stream object costs.
-    launch(torch._C._cuda_getCurrentRawStream(x.device.index))
+    else:
+        launch(tile, tensors, lambda: _prepare(*tensors, tile))
     return out
-
-
-_launches: dict[tuple[object, ...], runtime.Launch] = {}
 
 
 _FEW_ROWS_TILES = tuple(Tile(columns, m_groups=1, k_groups=2) for columns in (24, 40, 64, 80))
@@ -165,7 +63,7 @@ def choose_tile(m: int, n: int, k: int, num_blocks: int) -> Tile:
     rounds, times a tile's area and a little for its start and end. The numbers fit a sweep over
     tiles on an H200 (tests/bench/bench_linear.py --sweep).
     """
-    if m <= 128 and k > _SCALE_BLOCK:
+    if m <= 128 and k > BLOCK:
         for tile in _FEW_ROWS_TILES:
             if -(-m // tile.rows) * -(-n // tile.columns) <= num_blocks:
                 return tile
@@ -177,7 +75,7 @@ def choose_tile(m: int, n: int, k: int, num_blocks: int) -> Tile:
         area = tile.rows * tile.columns * (0.95 if tile.waves == 2 else 1.0)
         return -(-rows * columns // num_blocks) * (area + 1500)
 
-    fitting = [tile for tile in _MANY_ROWS_TILES if k > _SCALE_BLOCK * (tile.k_groups - 1)]
+    fitting = [tile for tile in _MANY_ROWS_TILES if k > BLOCK * (tile.k_groups - 1)]
     return min(fitting, key=cost)
 
 
@@ -205,7 +103,7 @@ def _check(
     (m, k), n = x.shape, weight.shape[0]
     if n % 8 or k % 16 or n == 0 or k == 0:
         raise ValueError(f"N must be a multiple of 8 and K of 16, got N={n}, K={k}")
-    k_blocks, n_blocks = -(-k // _SCALE_BLOCK), -(-n // _SCALE_BLOCK)
+    k_blocks, n_blocks = -(-k // BLOCK), -(-n // BLOCK)
     expected = {
         "x_scale": (x_scale, (m, k_blocks)),
         "weight_scale": (weight_scale, (n_blocks, k_blocks)),
@@ -246,26 +144,25 @@ def _prepare(
     out: Tensor,
     tile: Tile | None,
 ) -> runtime.Launch:
+    _check(x, x_scale, weight, weight_scale, bias, out)
     (m, k), n = x.shape, weight.shape[0]
     device = x.device.index
     num_blocks = torch.cuda.get_device_properties(device).multi_processor_count
     tile = tile or choose_tile(m, n, k, num_blocks)
-    if k <= _SCALE_BLOCK * (tile.k_groups - 1):
-        raise ValueError(
-            f"{tile} needs {tile.k_groups} blocks of {_SCALE_BLOCK} along K, got K={k}"
-        )
+    if k <= BLOCK * (tile.k_groups - 1):
+        raise ValueError(f"{tile} needs {tile.k_groups} blocks of {BLOCK} along K, got K={k}")
     # Rows beyond the matrix would cost the copy engine time to fill with zeros.
     x_rows = min(-(-m // 8) * 8, tile.rows // tile.cluster_n)
     num_clusters = -(-m // (tile.rows * tile.cluster_m)) * -(-n // (tile.columns * tile.cluster_n))
     return runtime.Launch(
-        _kernel(tile, device),
+        kernel(tile, device),
         grid=min(num_clusters, num_blocks // tile.cluster) * tile.cluster,
         threads=tile.threads,
         arguments=(
-            runtime.tensor_map(x, (x_rows, _SCALE_BLOCK), 128),
+            runtime.tensor_map(x, (x_rows, BLOCK), 128),
             runtime.tensor_map(x_scale.t(), (1, x_rows), 0),
-            runtime.tensor_map(weight, (tile.columns // tile.cluster_m, _SCALE_BLOCK), 128),
-            _Arguments(
+            runtime.tensor_map(weight, (tile.columns // tile.cluster_m, BLOCK), 128),
+            Arguments(
                 weight_scale.data_ptr(),
                 bias.data_ptr(),
                 out.data_ptr(),
@@ -273,8 +170,3 @@ def _prepare(
             ),
         ),
     )
-
-
-@functools.cache
-def _kernel(tile: Tile, device: int) -> runtime.Kernel:
-    return runtime.Kernel(tile.compile(), "linear_fp8", tile.shared_bytes, device)

@@ -12,25 +12,26 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import datetime
-import importlib
-import importlib.metadata
 import itertools
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from measuring import (
+    command_output,
+    deep_gemm,
+    floor_ms,
+    print_ranked,
+    result_line,
+    time_calls,
+)
 
 from gptoss_kernels.linear_fp8 import Tile, choose_tile, empty_scale, linear_fp8
 
 SHAPES = ((5120, 2880), (2880, 4096))
 TOKENS = (1, 8, 64, 128, 512, 2048, 8192, 32768)
 ROTATED_BYTES = 256 << 20
-TURNS = 3
-PEAK_FLOPS, PEAK_BYTES = 1430e12, 4.5e12  # measured on an H200, see the performance notes
 
 # By the largest number of tokens that they are tried for.
 SWEPT_TILES = {
@@ -79,56 +80,6 @@ class Inputs:
         self.column_scale = torch.rand(1, n, device="cuda")
 
 
-def capture(call: Callable[[Inputs], object], inputs: list[Inputs]) -> torch.cuda.CUDAGraph:
-    for one in inputs[:2]:
-        call(one)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for one in inputs:
-            call(one)
-    return graph
-
-
-def time_calls(
-    calls: dict[str, Callable[[Inputs], object]], inputs: list[Inputs]
-) -> dict[str, list[float]]:
-    """Milliseconds a call, by name: [p10, median, p90] over the replays of a graph.
-
-    Large products draw all the power that the board allows, and its clock follows: so all take
-    turns, each long enough to settle, and only the second half of a turn counts.
-    """
-    graphs = {name: capture(call, inputs) for name, call in calls.items()}
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(TURNS + 1):
-        for name, graph in graphs.items():
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            events[0].record()
-            graph.replay()
-            events[1].record()
-            torch.cuda.synchronize()
-            replay = events[0].elapsed_time(events[1])
-            turn_ms = 60.0 if replay / len(inputs) > 0.03 else 10.0
-            count = max(4, int(turn_ms / replay))
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-            events[0].record()
-            for event in events[1:]:
-                graph.replay()
-                event.record()
-            torch.cuda.synchronize()
-            if turn > 0:
-                times[name] += [
-                    start.elapsed_time(end) / len(inputs)
-                    for start, end in itertools.pairwise(events[count // 2 :])
-                ]
-    return {name: quantiles(values) for name, values in times.items()}
-
-
-def quantiles(values: list[float]) -> list[float]:
-    ordered = sorted(values)
-    return [ordered[int(share * (len(ordered) - 1))] for share in (0.1, 0.5, 0.9)]
-
-
 def peers() -> dict[str, Callable[[Inputs], object]]:
     def cublaslt(one: Inputs) -> object:
         return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
@@ -143,24 +94,15 @@ def peers() -> dict[str, Callable[[Inputs], object]]:
     found: dict[str, Callable[[Inputs], object]] = {
         f"cuBLASLt row-wise, torch {torch.__version__}": cublaslt
     }
-    try:
-        deep_gemm = importlib.import_module("deep_gemm")
-    except ImportError:
-        return found
-    deep_gemm.set_pdl(True)
+    library = deep_gemm()
+    if library is not None:
+        module, name = library
 
-    def deepgemm(one: Inputs) -> None:
-        deep_gemm.fp8_gemm_nt((one.x, one.x_scale), (one.weight, one.weight_scale), one.out)
+        def deepgemm(one: Inputs) -> None:
+            module.fp8_gemm_nt((one.x, one.x_scale), (one.weight, one.weight_scale), one.out)
 
-    found[f"DeepGEMM (no bias), sgl-deep-gemm {importlib.metadata.version('sgl-deep-gemm')}"] = (
-        deepgemm
-    )
+        found[f"DeepGEMM (no bias), {name}"] = deepgemm
     return found
-
-
-def command_output(*command: str) -> str:
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    return result.stdout.strip()
 
 
 def measure(m: int, n: int, k: int, tiles: list[Tile]) -> dict[str, list[float]]:
@@ -178,34 +120,16 @@ def measure(m: int, n: int, k: int, tiles: list[Tile]) -> dict[str, list[float]]
 def record(
     m: int, n: int, k: int, tile: Tile, times: dict[str, list[float]], commit: str
 ) -> dict[str, object]:
-    low, median, high = times[tile_name(tile)]
-    floor = max(2 * m * n * k / PEAK_FLOPS, (m * k + n * k + 2 * m * n) / PEAK_BYTES) * 1e3
+    operations = 2 * m * n * k
+    name = tile_name(tile)
     return {
-        "benchmark": "linear",
-        "model": None,
-        "weights": "fp8",
-        "kv": None,
+        **result_line("linear", times, name, "python tests/bench/bench_linear.py", commit),
         "tokens": m,
         "n": n,
         "k": k,
-        "tile": tile_name(tile),
-        "tp": 1,
-        "ep": 1,
-        "dp": 1,
-        "ms": round(median, 6),
-        "spread_ms": [round(low, 6), round(high, 6)],
-        "peers": {
-            name: round(values[1], 6) for name, values in times.items() if name != tile_name(tile)
-        },
-        "floor_ms": round(floor, 6),
-        "tflops": round(2 * m * n * k / median / 1e9, 1),
-        "device": torch.cuda.get_device_name(),
-        "driver": command_output(
-            "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
-        ),
-        "commit": commit,
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": "python tests/bench/bench_linear.py",
+        "tile": name,
+        "floor_ms": round(floor_ms(operations, m * k + n * k + 2 * m * n), 6),
+        "tflops": round(operations / times[name][1] / 1e9, 1),
     }
 
 
@@ -227,16 +151,9 @@ def main() -> None:
             tile = choose_tile(m, n, k, num_blocks)
             tiles = [tile, *(swept_tiles(m) if arguments.sweep else ())]
             times = measure(m, n, k, list(dict.fromkeys(tiles)))
-            ranked = sorted(times.items(), key=lambda item: item[1][1])
             print(f"{m} x {n} x {k}, chosen {tile_name(tile)}")
-            for name, (low, median, high) in ranked:
-                print(
-                    f"  {name[:30]:30} {median * 1e3:9.2f} us"
-                    f"  [{low * 1e3:9.2f} {high * 1e3:9.2f}]"
-                    f" {2 * m * n * k / median / 1e9:7.0f} TFLOP/s"
-                )
+            print_ranked(times, 2 * m * n * k)
             lines.append(json.dumps(record(m, n, k, tile, times, arguments.commit)))
-            sys.stdout.flush()
             if arguments.output:
                 with arguments.output.open("a") as file:
                     file.write(lines[-1] + "\n")

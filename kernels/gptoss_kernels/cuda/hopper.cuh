@@ -97,6 +97,44 @@ __device__ __forceinline__ void store_shared(uint32_t address, float value) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
 
+__device__ __forceinline__ void store_shared(uint32_t address, int value) {
+    asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_shared(uint32_t address, int a, int b, int c, int d) {
+    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c),
+                 "r"(d)
+                 : "memory");
+}
+
+__device__ __forceinline__ int load_shared_int(uint32_t address) {
+    int value;
+    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(value) : "r"(address));
+    return value;
+}
+
+__device__ __forceinline__ void load_shared(uint32_t address, int& a, int& b, int& c, int& d) {
+    asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
+                 : "r"(address)
+                 : "memory");
+}
+
+// Into the shared memory of a block of the cluster; counts 16 bytes at its barrier.
+__device__ __forceinline__ void send_shared(uint32_t address, uint32_t barrier, uint32_t cta,
+                                            int a, int b, int c, int d) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 remote, remote_barrier;\n"
+        "mapa.shared::cluster.u32 remote, %0, %2;\n"
+        "mapa.shared::cluster.u32 remote_barrier, %1, %2;\n"
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.s32 [remote], {%3, %4, %5, %6},"
+        " [remote_barrier];\n"
+        "}" ::"r"(address),
+        "r"(barrier), "r"(cta), "r"(a), "r"(b), "r"(c), "r"(d)
+        : "memory");
+}
+
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
     uint32_t packed;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
@@ -111,6 +149,82 @@ __device__ __forceinline__ void store_global(unsigned short* pointer, uint32_t a
     asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(pointer), "r"(a), "r"(b) : "memory");
 }
 
+__device__ __forceinline__ void store_global(unsigned char* pointer, const uint32_t (&a)[4]) {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "r"(a[0]), "r"(a[1]),
+                 "r"(a[2]), "r"(a[3])
+                 : "memory");
+}
+
+// ---- arithmetic ------------------------------------------------------------------------------
+
+// C's fminf and fmaxf give the other operand where one is NaN.
+__device__ __forceinline__ float min_nan(float a, float b) {
+    float result;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+}
+
+__device__ __forceinline__ float max_nan(float a, float b) {
+    float result;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+}
+
+// 1 / (1 + 2^x) to 2^-21 of its value, with two instructions of the special functions' unit.
+__device__ __forceinline__ float logistic2(float x) {
+    float power, result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(1 + power));
+    return result;
+}
+
+// Four values, the first in the lowest byte; ties to even.
+__device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d) {
+    uint32_t packed;
+    asm("{\n"
+        ".reg .b16 low, high;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+        "mov.b32 %0, {low, high};\n"
+        "}"
+        : "=r"(packed)
+        : "f"(a), "f"(b), "f"(c), "f"(d));
+    return packed;
+}
+
+// Lane q of a quad has byte 4 i + q of 64 as byte i % 4 of word i / 4; afterwards it has the bytes
+// 16 q to 16 q + 15.
+__device__ __forceinline__ void transpose_bytes_in_quad(uint32_t (&words)[4], int q) {
+    const bool is_upper = q & 2, is_odd = q & 1;
+    // from[l]: the word that lane l had for this one.
+    uint32_t pairs[2][2];  // [lane / 2][word % 2]
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const uint32_t kept = is_upper ? words[i + 2] : words[i];
+        const uint32_t got =
+            __shfl_xor_sync(0xFFFFFFFF, is_upper ? words[i] : words[i + 2], 2);
+        pairs[0][i] = is_upper ? got : kept;
+        pairs[1][i] = is_upper ? kept : got;
+    }
+    uint32_t from[4];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const uint32_t kept = is_odd ? pairs[i][1] : pairs[i][0];
+        const uint32_t got =
+            __shfl_xor_sync(0xFFFFFFFF, is_odd ? pairs[i][0] : pairs[i][1], 1);
+        from[2 * i] = is_odd ? got : kept;
+        from[2 * i + 1] = is_odd ? kept : got;
+    }
+    const uint32_t low_01 = __byte_perm(from[0], from[1], 0x5140);
+    const uint32_t low_23 = __byte_perm(from[2], from[3], 0x5140);
+    const uint32_t high_01 = __byte_perm(from[0], from[1], 0x7362);
+    const uint32_t high_23 = __byte_perm(from[2], from[3], 0x7362);
+    words[0] = __byte_perm(low_01, low_23, 0x5410);
+    words[1] = __byte_perm(low_01, low_23, 0x7632);
+    words[2] = __byte_perm(high_01, high_23, 0x5410);
+    words[3] = __byte_perm(high_01, high_23, 0x7632);
+}
+
 // ---- warpgroups ------------------------------------------------------------------------------
 
 __device__ __forceinline__ void wgmma_fence() {
@@ -121,8 +235,10 @@ __device__ __forceinline__ void wgmma_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
+// Until no more than PENDING of the committed groups are under way.
+template <int PENDING>
 __device__ __forceinline__ void wgmma_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
 // The compiler must not move the use of an accumulator across the asynchronous multiplication.

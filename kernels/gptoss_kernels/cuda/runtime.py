@@ -113,10 +113,15 @@ def compile_source(source: str, defines: Mapping[str, int]) -> Cubin:
     return _cubin(image, text)
 
 
-def kernel_source(name: str, generated: str = "") -> str:
-    """The text of `name`.cu below what every kernel here shares and what Python generated."""
-    shared = (_FOLDER / "hopper.cuh").read_text()
-    return shared + generated + (_FOLDER / f"{name}.cu").read_text()
+def kernel_source(*names: str, generated: str = "") -> str:
+    """The text of these files below what every kernel here shares and what Python generated."""
+    return "".join(
+        [
+            (_FOLDER / "hopper.cuh").read_text(),
+            generated,
+            *((_FOLDER / name).read_text() for name in names),
+        ]
+    )
 
 
 def _nvrtc() -> Any:

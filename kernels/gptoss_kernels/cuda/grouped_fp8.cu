@@ -1,0 +1,412 @@
+// For the rows of each expert e, expert_start[e] <= row < expert_start[e + 1]:
+//
+//     t = (x * x_scale) @ (weight[e] * weight_scale[e])^T + bias[e]
+//
+//     x [R, K] e4m3, x_scale [K / X_GROUP, R] fp32, weight [E, N, K] e4m3,
+//     weight_scale [E, N / 128, K / 128] fp32, bias [E, N] fp32
+//
+// SWIGLU = 0: out[R, N] = t in bf16. SWIGLU = 1: columns 2 i and 2 i + 1 are gate and up, and
+//
+//     y = gate * sigmoid(alpha * gate) * (up + 1), gate at most limit, up within +-limit
+//     out_scale[i / 64, R] = max |y| / 448 over 64 columns, out[R, N / 2] = y / out_scale in e4m3
+//
+// One warp of each cluster hands out tiles (`schedule`): it alone knows how the rows lie. A tile is
+// taken when the one before it begins, since tiles differ in height. Each block's producer and math
+// warps get it through a mailbox in shared memory.
+//
+// The copy engine reads from multiples of 16 bytes: scales of x from up to 3 rows above the tile.
+//
+// What a tile loads beyond its expert's rows or columns is its neighbours'; it is multiplied, and
+// not stored.
+//
+// Defined by whoever compiles this, beside what gemm_fp8.cuh wants: SWIGLU, X_BOX (rows of x that
+// one load brings), MAXIMUM_EXPERTS, COUNTERS.
+
+constexpr int JOB_OFFSET = FIXED_OFFSET;
+constexpr int JOB_FULL_OFFSET = JOB_OFFSET + 16;
+constexpr int JOB_EMPTY_OFFSET = JOB_FULL_OFFSET + 8;
+constexpr int TABLE_OFFSET = JOB_EMPTY_OFFSET + 8;  // first tile of each expert, and their number
+static_assert(TABLE_OFFSET + (MAXIMUM_EXPERTS + 1) * 4 <= FIXED_OFFSET + FIXED_BYTES,
+              "the launch gives too little memory");
+static_assert(CLUSTER_M == 1, "experts have too few rows for two blocks along M");
+static_assert(!SWIGLU || BLOCK_N == 128, "a tile's outputs are one group of the quantisation");
+static_assert(X_BOX % 8 == 0 && 64 % X_BOX == 0, "a load fills whole swizzle atoms");
+
+struct Experts {
+    const int* start;
+    int count;
+    int counter;  // which of `counters` this launch has
+    float exponent_scale;  // -alpha / ln 2
+    float limit;
+    float* out_scale;
+    int out_scale_stride;  // from one group of columns to the next
+};
+
+// First of a cluster, then of one of its blocks: each takes its own BLOCK_N columns of the same
+// rows or, of columns that are left alone, its own rows.
+struct Job {
+    int row, row_end;
+    int column;
+    int expert;  // negative: there are no more jobs
+
+    static constexpr int ALONE = 1;  // in `column`
+
+    __device__ __forceinline__ bool is_last() const { return expert < 0; }
+    __device__ __forceinline__ bool is_alone() const { return column & ALONE; }
+    __device__ __forceinline__ int chunks() const { return (row_end - row + 63) / 64; }
+
+    __device__ __forceinline__ Job of_block() const {
+        if constexpr (CLUSTER_N == 1) return *this;
+        const int rank = cluster_rank();
+        if (!is_alone()) return {row, row_end, column + rank * BLOCK_N, expert};
+        const int middle = min(row + (chunks() + 1) / 2 * 64, row_end);
+        return {rank ? middle : row, rank ? row_end : middle, column - ALONE, expert};
+    }
+};
+
+// Tiles taken, and clusters that found none left; the last of those sets both to 0 again.
+__device__ unsigned int counters[COUNTERS][2];
+
+struct Mailbox {
+    uint32_t phase = 0;
+
+    // A block without a cluster writes by itself; what comes from elsewhere is counted in bytes.
+    static __device__ __forceinline__ void expect(uint32_t shared) {
+        if constexpr (CLUSTER > 1) barrier_expect(shared + JOB_FULL_OFFSET, sizeof(Job));
+    }
+
+    static __device__ __forceinline__ void put(uint32_t shared, const Job& job) {
+        const uint32_t address = shared + JOB_OFFSET, full = shared + JOB_FULL_OFFSET;
+        if constexpr (CLUSTER == 1) {
+            store_shared(address, job.row, job.row_end, job.column, job.expert);
+            barrier_arrive(full);
+        } else {
+            for (int rank = 0; rank < CLUSTER; ++rank)
+                send_shared(address, full, rank, job.row, job.row_end, job.column, job.expert);
+        }
+    }
+
+    // By all lanes of a math warp, or by the one thread of the producer.
+    template <bool IS_PRODUCER>
+    __device__ __forceinline__ Job take(uint32_t shared) {
+        Job job;
+        barrier_wait(shared + JOB_FULL_OFFSET, phase);
+        phase ^= 1;
+        load_shared(shared + JOB_OFFSET, job.row, job.row_end, job.column, job.expert);
+        if constexpr (IS_PRODUCER) {
+            expect(shared);  // the next one
+            empty(shared);
+        } else {
+            job.row = same_in_warp(job.row);
+            job.row_end = same_in_warp(job.row_end);
+            job.column = same_in_warp(job.column);
+            job.expert = same_in_warp(job.expert);
+            if (threadIdx.x % 32 == 0) empty(shared);
+        }
+        return job;
+    }
+
+    __device__ __forceinline__ void empty(uint32_t shared) const {
+        if constexpr (CLUSTER == 1)
+            barrier_arrive(shared + JOB_EMPTY_OFFSET);
+        else
+            barrier_arrive(shared + JOB_EMPTY_OFFSET, 0);
+    }
+};
+
+// ---- handing out tiles -----------------------------------------------------------------------
+
+struct Scheduler {
+    const uint32_t shared;
+    const Arguments& arguments;
+    const Experts& experts;
+    const int lane;
+
+    __device__ __forceinline__ uint32_t table(int expert) const {
+        return shared + TABLE_OFFSET + expert * 4;
+    }
+
+    __device__ __forceinline__ int num_columns() const {
+        return (arguments.N + BLOCK_N - 1) / BLOCK_N;
+    }
+
+    // Jobs of one expert: of whole clusters of columns, and of columns left alone, which are twice
+    // as high since the two blocks of a cluster share the rows.
+    __device__ __forceinline__ int num_tiles(int expert) const {
+        const int rows = experts.start[expert + 1] - experts.start[expert];
+        return (rows + BLOCK_M - 1) / BLOCK_M * (num_columns() / CLUSTER_N) +
+               (rows + CLUSTER_N * BLOCK_M - 1) / (CLUSTER_N * BLOCK_M) *
+                   (num_columns() % CLUSTER_N);
+    }
+
+    // The number of tiles; each lane counts those of some successive experts.
+    __device__ __forceinline__ int fill_table() const {
+        const int share = (experts.count + 31) / 32;
+        const int first = min(lane * share, experts.count);
+        const int end = min(first + share, experts.count);
+        int own = 0;
+        for (int expert = first; expert < end; ++expert) own += num_tiles(expert);
+        int before = own;
+#pragma unroll
+        for (int distance = 1; distance < 32; distance *= 2) {
+            const int other = __shfl_up_sync(0xFFFFFFFF, before, distance);
+            if (lane >= distance) before += other;
+        }
+        const int total = __shfl_sync(0xFFFFFFFF, before, 31);
+        before -= own;
+        for (int expert = first; expert < end; ++expert) {
+            store_shared(table(expert), before);
+            before += num_tiles(expert);
+        }
+        if (lane == 0) store_shared(table(experts.count), total);
+        __syncwarp();
+        return total;
+    }
+
+    // In bands of TILE_ROWS tiles along M, and along N inside a band: the blocks at work at one
+    // time share rows and columns in L2, and the weight comes from memory once.
+    __device__ __forceinline__ Job job(int index) const {
+        int expert = 0;
+        for (int end = experts.count; end - expert > 1;) {
+            const int middle = (expert + end) / 2;
+            if (load_shared_int(table(middle)) <= index)
+                expert = middle;
+            else
+                end = middle;
+        }
+        const int start = experts.start[expert];
+        const int end = experts.start[expert + 1];
+        const int chunks = (end - start + 63) / 64;
+        const int num_clusters = num_columns() / CLUSTER_N;
+        const int inside = index - load_shared_int(table(expert));
+        int num_m = (end - start + BLOCK_M - 1) / BLOCK_M;
+        int tile, column;
+        if (inside < num_m * num_clusters) {
+            const int band = inside / (TILE_ROWS * num_clusters);
+            const int in_band = inside - band * TILE_ROWS * num_clusters;
+            const int rows = min(TILE_ROWS, num_m - band * TILE_ROWS);
+            column = in_band / rows;
+            tile = band * TILE_ROWS + in_band - column * rows;
+            column *= CLUSTER_N * BLOCK_N;
+        } else {
+            tile = inside - num_m * num_clusters;
+            num_m = (num_m + CLUSTER_N - 1) / CLUSTER_N;
+            column = num_clusters * CLUSTER_N * BLOCK_N + Job::ALONE;
+        }
+        // Of equal height, but for one chunk of 64 rows.
+        const int first = static_cast<int>(static_cast<long long>(tile) * chunks / num_m);
+        const int last = static_cast<int>(static_cast<long long>(tile + 1) * chunks / num_m);
+        return {start + first * 64, min(start + last * 64, end), column, expert};
+    }
+
+    __device__ __forceinline__ void run() const {
+        wait_for_previous_kernels();
+        const int total = fill_table();
+        if (lane != 0) return;
+        const int num_clusters = gridDim.x / CLUSTER;
+        unsigned int* counter = counters[experts.counter];
+        int index = blockIdx.x / CLUSTER;
+        for (uint32_t phase = 0;; phase ^= 1) {
+            const Job next = index < total ? job(index) : Job{0, 0, 0, -1};
+            Mailbox::put(shared, next);
+            if (index >= total) break;
+            barrier_wait(shared + JOB_EMPTY_OFFSET, phase);
+            index = num_clusters + atomicAdd(counter, 1);
+        }
+        if (atomicAdd(counter + 1, 1) == num_clusters - 1) counter[0] = counter[1] = 0;
+    }
+};
+
+// ---- loading ---------------------------------------------------------------------------------
+
+__device__ __forceinline__ void load(bool is_shared, uint32_t destination, const TensorMap* map,
+                                     uint32_t full, int inner, int outer) {
+    if (is_shared)
+        load<true>(destination, map, full, inner, outer);
+    else
+        load<false>(destination, map, full, inner, outer);
+}
+
+__device__ __forceinline__ void produce(uint32_t shared, const TensorMap* x_map,
+                                        const TensorMap* x_scale_map, const TensorMap* weight_map,
+                                        const Arguments& arguments) {
+    const int num_k_blocks = (arguments.K + BLOCK_K - 1) / BLOCK_K;
+    const int rank = CLUSTER > 1 ? cluster_rank() : 0;
+    Ring ring;
+    Mailbox mailbox;
+    for (Job all = mailbox.take<true>(shared); !all.is_last(); all = mailbox.take<true>(shared)) {
+        const Job job = all.of_block();
+        const bool is_shared = CLUSTER_N != 1 && !all.is_alone();
+        const int weight_row = job.expert * arguments.N + job.column;
+        const int num_rows = job.row_end - job.row;
+        const int bytes = WEIGHT_BYTES + (num_rows + X_BOX - 1) / X_BOX * X_BOX * BLOCK_K +
+                          job.chunks() * SCALES * SCALE_ROWS * 4;
+        for (int k = 0; k < num_k_blocks; ++k, ring.advance(1)) {
+            const uint32_t full = shared + FULL_OFFSET + ring.slot * 8;
+            const uint32_t x = shared + X_OFFSET + ring.slot * X_BYTES;
+            const uint32_t x_scale = shared + X_SCALE_OFFSET + ring.slot * X_SCALE_BYTES;
+            barrier_wait(shared + EMPTY_OFFSET + ring.slot * 8, ring.phase ^ 1);
+            barrier_expect(full, bytes);
+            load_box(shared + WEIGHT_OFFSET + ring.slot * WEIGHT_BYTES, weight_map, full,
+                     k * BLOCK_K, weight_row);
+            // Blocks of a cluster take turns at the rows that they share.
+            for (int row = is_shared ? rank * 64 : 0; row < num_rows;
+                 row += is_shared ? CLUSTER_N * 64 : 64) {
+                const int end = min(row + 64, num_rows);
+                for (int box = row; box < end; box += X_BOX)
+                    load(is_shared, x + box * BLOCK_K, x_map, full, k * BLOCK_K, job.row + box);
+                load(is_shared, x_scale + row / 64 * SCALE_BYTES, x_scale_map, full,
+                     job.row / 4 * 4 + row, k * SCALES);
+            }
+        }
+    }
+    allow_next_kernel();
+}
+
+// ---- multiplying -----------------------------------------------------------------------------
+
+struct GroupedMath : Math {
+    const Experts& experts;
+    Mailbox mailbox;
+
+    __device__ __forceinline__ GroupedMath(uint32_t shared, const Arguments& arguments,
+                                           const Experts& experts, int group)
+        : Math(shared, arguments, group), experts(experts) {}
+
+    __device__ __forceinline__ Job take() { return mailbox.take<false>(shared).of_block(); }
+
+    // How many of this warpgroup's waves have something to store.
+    __device__ __forceinline__ int waves_of(const Job& job) const {
+        return (job.chunks() - m_group + M_GROUPS - 1) / M_GROUPS;
+    }
+
+    // The lanes of a quad hold a row's gate and up of output 4 i + lane % 4 in promoted 4 i and
+    // 4 i + 1, of the row 8 below in the next two.
+    __device__ __forceinline__ void store_swiglu(int wave, const Job& job) {
+        const int quad_lane = lane % 4;
+        const int num_outputs = (arguments.N - job.column) / 2;  // fewer than 64 in the last tile
+        unsigned char* bytes = reinterpret_cast<unsigned char*>(arguments.out);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float y[16];
+            float amax = 0;
+#pragma unroll
+            for (int i = 0; i < 16; ++i) {
+                const float gate = min_nan(promoted[wave][4 * i + 2 * half], experts.limit);
+                const float up =
+                    max_nan(min_nan(promoted[wave][4 * i + 2 * half + 1], experts.limit),
+                            -experts.limit);
+                const float swish = gate * logistic2(experts.exponent_scale * gate);
+                y[i] = swish * up + swish;
+                if (4 * i < num_outputs) amax = max_nan(amax, fabsf(y[i]));
+            }
+            amax = max_nan(amax, __shfl_xor_sync(0xFFFFFFFF, amax, 1));
+            amax = max_nan(amax, __shfl_xor_sync(0xFFFFFFFF, amax, 2));
+            amax = max_nan(amax, 1e-10f);
+            const float inverse = 448.f / amax;
+            uint32_t words[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                words[i] = pack_e4m3(y[4 * i] * inverse, y[4 * i + 1] * inverse,
+                                     y[4 * i + 2] * inverse, y[4 * i + 3] * inverse);
+            transpose_bytes_in_quad(words, quad_lane);
+
+            const int row = job.row + row_in_block + wave * M_GROUPS * 64 + half * 8;
+            if (row < job.row_end) {
+                const int group = job.column / 128;
+                if (16 * quad_lane < num_outputs)
+                    store_global(bytes + static_cast<long long>(row) * arguments.out_stride +
+                                     group * 64 + quad_lane * 16,
+                                 words);
+                if (quad_lane == 0)
+                    experts.out_scale[static_cast<long long>(group) * experts.out_scale_stride +
+                                      row] = amax * (1.f / 448.f);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void finish(int wave, const Job& job, bool is_first, bool is_last) {
+        if (k_group != 0) {
+            hand_over(is_first);
+            return;
+        }
+        take_over(is_last);
+        if (wave >= waves_of(job)) return;
+        if constexpr (SWIGLU)
+            store_swiglu(wave, job);
+        else
+            store(wave, job.row, job.row_end, job.column);
+    }
+
+    __device__ __forceinline__ void run() {
+        Job next = take();
+        if (next.is_last()) return;
+        Job job = next;
+        prefetch(next.column, next.expert);
+#pragma unroll
+        for (int wave = 0; wave < WAVES; ++wave) start(wave);
+        ring.advance(k_group);
+        for (int tile = 0; !next.is_last(); ++tile) {
+            const auto boundary = boundary_of(next.column);
+            const int waves = waves_of(next);
+            first_scale = next.row % 4;
+            // All waves, also those without rows: what they have left is stored meanwhile.
+            block(k_group, boundary, Constant<WAVES>(), [&](int wave) {
+                if (tile != 0) {
+                    finish(wave, job, tile == 1, false);
+                    start(wave);
+                }
+                if (wave == WAVES - 1) {
+                    job = next;
+                    next = take();
+                    if (!next.is_last()) prefetch(next.column, next.expert);
+                }
+            });
+            dispatch(k_group + K_GROUPS, boundary, waves);
+            if (next.is_last()) {
+#pragma unroll
+                for (int wave = 0; wave < WAVES; ++wave) finish(wave, job, tile == 0, true);
+            }
+        }
+    }
+};
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
+    grouped_fp8(const __grid_constant__ TensorMap x_map,
+                const __grid_constant__ TensorMap x_scale_map,
+                const __grid_constant__ TensorMap weight_map,
+                const __grid_constant__ Arguments arguments,
+                const __grid_constant__ Experts experts) {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    const uint32_t shared = shared_address(memory);
+    const int group = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
+
+    if (threadIdx.x == MATH_THREADS) {
+        prefetch_map(&x_map);
+        prefetch_map(&x_scale_map);
+        prefetch_map(&weight_map);
+        init_ring(shared);
+        barrier_init(shared + JOB_FULL_OFFSET, 1);
+        barrier_init(shared + JOB_EMPTY_OFFSET, CLUSTER * (MATH_GROUPS * 4 + 1));
+        barrier_init_fence();
+        Mailbox::expect(shared);
+    }
+    CLUSTER > 1 ? cluster_sync() : __syncthreads();
+
+    if (group == MATH_GROUPS) {
+        give_registers<PRODUCER_REGISTERS>();
+        const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0) - MATH_THREADS / 32;
+        if (threadIdx.x == MATH_THREADS)
+            produce(shared, &x_map, &x_scale_map, &weight_map, arguments);
+        else if (warp == 1 && (CLUSTER == 1 || cluster_rank() == 0))
+            Scheduler{shared, arguments, experts, static_cast<int>(threadIdx.x % 32)}.run();
+    } else {
+        take_registers<MATH_REGISTERS>();
+        GroupedMath(shared, arguments, experts, group).run();
+    }
+    // A block must not end while another one still writes to it or arrives at its barriers.
+    if constexpr (CLUSTER > 1) {
+        __syncwarp();
+        cluster_sync();
+    }
+}

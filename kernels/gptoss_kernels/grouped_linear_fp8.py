@@ -1,0 +1,71 @@
+"""out = (x * x_scale) @ (weight[e] * weight_scale[e])^T + bias[e], e the expert of each row
+
+FP8 (e4m3) in, bf16 out, sums in fp32: the second product of a mixture of experts, on what
+grouped_swiglu_fp8.py gives. What it costs is in grouped_fp8.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gptoss_kernels import grouped_fp8
+from gptoss_kernels.cuda import runtime
+from gptoss_kernels.fp8 import SWIGLU_GROUP
+from gptoss_kernels.gemm_fp8 import launch
+from gptoss_kernels.grouped_fp8 import GroupedTile
+
+
+def grouped_linear_fp8(
+    x: Tensor,
+    x_scale: Tensor,
+    expert_start: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor,
+    out: Tensor | None = None,
+    *,
+    tile: GroupedTile | None = None,
+) -> Tensor:
+    """The product in bf16 [R, N], written to `out` if it is given.
+
+    Expert e owns the rows expert_start[e] : expert_start[e + 1]. `x` [R, K] e4m3; `x_scale` fp32
+    [R, ceil(K / 64)], laid out as gemm_fp8.empty_scale does; `expert_start` int32 [E + 1], from 0
+    to R, never falling; `weight` [E, N, K] e4m3; `weight_scale` fp32 [E, ceil(N / 128),
+    ceil(K / 128)]; `bias` [E, N] fp32. N a multiple of 8, K of 16. Raises ValueError on anything
+    else but the values of `expert_start`, which stay on the device, and runtime.CudaError where
+    there is no Hopper GPU.
+    """
+    if out is None:
+        shape = (x.shape[0], weight.shape[1])
+        out = torch.empty(shape, dtype=torch.bfloat16, device=x.device)
+    inputs = (x, x_scale, expert_start, weight, weight_scale, bias)
+    if x.shape[0] == 0:
+        _check(*inputs, out)
+    else:
+        launch(
+            ("grouped_linear_fp8", tile),
+            (*inputs, out),
+            lambda: _prepare(tile, *inputs, out),
+        )
+    return out
+
+
+def _check(
+    x: Tensor,
+    x_scale: Tensor,
+    expert_start: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor,
+    out: Tensor,
+) -> None:
+    grouped_fp8.check_inputs(x, x_scale, expert_start, weight, weight_scale, bias, SWIGLU_GROUP)
+    grouped_fp8.check_output("out", out, torch.bfloat16, (x.shape[0], weight.shape[1]), x)
+
+
+def _prepare(tile: GroupedTile | None, *tensors: Tensor) -> runtime.Launch:
+    _check(*tensors)
+    x, weight = tensors[0], tensors[3]
+    tile = tile or grouped_fp8.choose_tile(len(x), len(weight), x_group=SWIGLU_GROUP, swiglu=False)
+    return grouped_fp8.prepare(tile, *tensors)

@@ -1,0 +1,483 @@
+"""Both grouped FP8 products against float64 arithmetic on the same quantised inputs; bad input."""
+
+import subprocess
+import sys
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+
+from gptoss_kernels import reference
+from gptoss_kernels.fp8 import SWIGLU_GROUP
+from gptoss_kernels.gemm_fp8 import empty_scale
+from gptoss_kernels.grouped_fp8 import GroupedTile, choose_tile
+from gptoss_kernels.grouped_linear_fp8 import grouped_linear_fp8
+from gptoss_kernels.grouped_swiglu_fp8 import grouped_swiglu_fp8
+
+# Rounding to bf16 alone costs 1.7e-3.
+LINEAR_BOUND = 2e-3
+# Of dequantised e4m3 against the same rounding of exact values, and the share of values that differ
+# at all: the tensor cores' sums of 128 keep few bits, and what lies between two values may go
+# either way.
+SWIGLU_BOUND = 6e-3
+ONE_STEP_SHARE = 2e-2
+SWIGLU = {"alpha": 1.702, "limit": 7.0}
+
+LINEAR_TILES = tuple(choose_tile(rows, 1, x_group=SWIGLU_GROUP, swiglu=False) for rows in (1, 1000))
+SWIGLU_TILES = tuple(choose_tile(rows, 1, x_group=128, swiglu=True) for rows in (1, 1000))
+
+# Rows of each expert: edges of a chunk of 64 and of a tile, experts without rows at all places,
+# all rows on one, more tiles than fit the device at once.
+ROWS = (
+    (1,),
+    (0, 0, 3, 0),
+    (64, 0, 1, 63, 65, 0),
+    (0, 257, 255, 256, 129, 0, 0, 127, 320, 513),
+    (0, 0, 0, 700, 0),
+    (33,) * 40,
+    tuple(range(0, 330, 11)),
+)
+# Inner size and K: less than a tile, ragged everywhere, the served K's half block.
+SHAPES = ((16, 144), (176, 272), (320, 2880))
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device="cuda")
+
+
+def starts_of(rows: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor([0, *accumulate(rows)], device="cuda", dtype=torch.int32)
+
+
+def random_inputs(rows: tuple[int, ...], n: int, k: int, group: int) -> list[torch.Tensor]:
+    """Inputs whose products and biases are about 2, so that SwiGLU's clamps and curve matter."""
+    torch.manual_seed(sum(rows) + n + k)
+    total, num_experts = sum(rows), len(rows)
+    x_scale = empty_scale(total, k, "cuda", group)
+    x_scale.copy_((torch.rand(x_scale.shape, device="cuda") + 0.5) / 64)
+    weight_scale = torch.rand(num_experts, -(-n // 128), -(-k // 128), device="cuda") + 0.5
+    weight_scale /= 32 * k**0.5
+    x = (normal(total, k) * 64).clamp(-448, 448).to(torch.float8_e4m3fn)
+    weight = normal(num_experts, n, k).mul_(32).clamp_(-448, 448).to(torch.float8_e4m3fn)
+    return [x, x_scale, starts_of(rows), weight, weight_scale, normal(num_experts, n) * 2]
+
+
+def exact(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    starts: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor,
+) -> torch.Tensor:
+    """The products of all experts in float64."""
+    n, k = weight.shape[1:]
+    group = 128 if x_scale.shape[1] == -(-k // 128) else SWIGLU_GROUP
+    wide_x = x.double() * x_scale.double().repeat_interleave(group, dim=1)[:, :k]
+    out = torch.empty(len(x), n, device="cuda", dtype=torch.float64)
+    for expert, (first, end) in enumerate(pairwise(starts.tolist())):
+        if first == end:
+            continue
+        scale = weight_scale[expert].double().repeat_interleave(128, dim=0)[:n]
+        scale = scale.repeat_interleave(128, dim=1)[:, :k]
+        product = wide_x[first:end] @ (weight[expert].double() * scale).t()
+        out[first:end] = product + bias[expert].double()
+    return out
+
+
+def exact_swiglu(inner: torch.Tensor) -> torch.Tensor:
+    gate, up = inner[:, 0::2].clamp(max=7), inner[:, 1::2].clamp(-7, 7)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
+def poisoned(rows: int, columns: int) -> torch.Tensor:
+    return torch.full((rows, columns), torch.nan, device="cuda", dtype=torch.bfloat16)
+
+
+def poisoned_fp8(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    values = torch.full((rows, columns), 0x7F, device="cuda", dtype=torch.uint8)
+    scale = empty_scale(rows, columns, "cuda", SWIGLU_GROUP)
+    return values.view(torch.float8_e4m3fn), scale.fill_(torch.nan)
+
+
+def dequantised(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    wide = scale.double().repeat_interleave(SWIGLU_GROUP, dim=1)[:, : values.shape[1]]
+    return values.double() * wide
+
+
+def norm_error(out: torch.Tensor, expected: torch.Tensor) -> float:
+    """Of the whole, as rounding is bounded; NaN, which no bound accepts, if anything is missing."""
+    return ((out.double() - expected).norm() / expected.norm()).item()
+
+
+def steps_apart(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """How many e4m3 values lie between, in int32."""
+
+    def order(values: torch.Tensor) -> torch.Tensor:
+        code = values.view(torch.uint8).int()
+        return torch.where(code < 128, code, 128 - code)
+
+    return (order(a) - order(b)).abs()
+
+
+def linear(inputs: list[torch.Tensor], tile: GroupedTile | None = None) -> torch.Tensor:
+    out = poisoned(inputs[0].shape[0], inputs[3].shape[1])
+    return grouped_linear_fp8(*inputs, out=out, tile=tile)
+
+
+def swiglu(
+    inputs: list[torch.Tensor], tile: GroupedTile | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out = poisoned_fp8(inputs[0].shape[0], inputs[3].shape[1] // 2)
+    return grouped_swiglu_fp8(*inputs, **SWIGLU, out=out, tile=tile)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", LINEAR_TILES, ids=str)
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize("rows", ROWS, ids=str)
+def test_linear_error_is_that_of_rounding(rows, n, k, tile) -> None:
+    inputs = random_inputs(rows, n, k, SWIGLU_GROUP)
+    # Of few values, all may be rounded by nearly half a step.
+    bound = LINEAR_BOUND if sum(rows) * n > 1000 else 2 * LINEAR_BOUND
+    assert norm_error(linear(inputs, tile), exact(*inputs)) < bound
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", SWIGLU_TILES, ids=str)
+@pytest.mark.parametrize(("inner", "k"), SHAPES)
+@pytest.mark.parametrize("rows", ROWS, ids=str)
+def test_swiglu_values_and_scales(rows, inner, k, tile) -> None:
+    inputs = random_inputs(rows, 2 * inner, k, 128)
+    values, scale = swiglu(inputs, tile)
+    expected_values, expected_scale = reference.quantise(
+        exact_swiglu(exact(*inputs)).float(), SWIGLU_GROUP
+    )
+    torch.testing.assert_close(scale, expected_scale, rtol=2e-3, atol=0)
+    out, expected = dequantised(values, scale), dequantised(expected_values, expected_scale)
+    assert norm_error(out, expected) < SWIGLU_BOUND
+    # No value is further off than one step, or than the sums' error where values are small.
+    wide_scale = expected_scale.double().repeat_interleave(SWIGLU_GROUP, dim=1)[:, :inner]
+    step = torch.maximum(expected.abs() / 8, wide_scale / 4)
+    assert bool(((out - expected).abs() <= step * 1.01).all())
+    if values.numel() > 10_000:
+        apart = steps_apart(values, expected_values)
+        assert (apart > 0).double().mean().item() < ONE_STEP_SHARE
+
+
+@pytest.mark.gpu
+def test_served_shape_agrees_with_the_reference_operators() -> None:
+    rows = (40, 0, 300, 1, 64)
+    inputs = random_inputs(rows, 5760, 2880, 128)
+    values, scale = swiglu(inputs)
+    expected_values, expected_scale = reference.grouped_swiglu_fp8(*inputs, **SWIGLU)
+    assert norm_error(dequantised(values, scale), dequantised(expected_values, expected_scale)) < (
+        SWIGLU_BOUND
+    )
+    second = random_inputs(rows, 2880, 2880, SWIGLU_GROUP)
+    second[:2] = [values, scale]
+    assert norm_error(linear(second), reference.grouped_linear_fp8(*second).double()) < 3e-3
+    assert norm_error(linear(second), exact(*second)) < LINEAR_BOUND
+
+
+@pytest.mark.gpu
+def test_wrong_linear_exceeds_the_bound() -> None:
+    inputs = random_inputs((70, 0, 130), 2880, 2880, SWIGLU_GROUP)
+    out = linear(inputs)
+    x, x_scale, starts, weight, weight_scale, bias = inputs
+    # The halves of each block of K with one scale; the last half block with its neighbour's; one
+    # row with the next expert; one column's bias; one block's scale; one expert's scales.
+    coarse, shifted = x_scale.clone(), x_scale.clone()
+    coarse[:, 1:44:2] = x_scale[:, 0:44:2]
+    shifted[:, -1] = x_scale[:, -2]
+    moved = starts.clone()
+    moved[1:3] -= 1
+    one_bias = bias.clone()
+    one_bias[2, 7] = 100
+    one_scale = weight_scale.clone()
+    one_scale[2, 3, 5] = weight_scale[2, 3, 6] * 2
+    for wrong in (
+        (x, coarse, starts, weight, weight_scale, bias),
+        (x, shifted, starts, weight, weight_scale, bias),
+        (x, x_scale, moved, weight, weight_scale, bias),
+        (x, x_scale, starts, weight, weight_scale, torch.zeros_like(bias)),
+        (x, x_scale, starts, weight, weight_scale, one_bias),
+        (x, x_scale, starts, weight, one_scale, bias),
+        (x, x_scale, starts, weight, weight_scale.roll(1, 0), bias),
+    ):
+        assert norm_error(out, exact(*wrong)) > LINEAR_BOUND
+
+
+@pytest.mark.gpu
+def test_wrong_swiglu_exceeds_the_bound() -> None:
+    inputs = random_inputs((70, 0, 130), 640, 2880, 128)
+    inputs[5] *= 3  # beyond all three limits
+    out = dequantised(*swiglu(inputs))
+    inner = exact(*inputs)
+    gate, up = inner[:, 0::2], inner[:, 1::2]
+    low, high = gate.clamp(max=7), up.clamp(-7, 7)
+    wrong = (
+        high * torch.sigmoid(1.702 * high) * (low + 1),  # gate and up exchanged
+        gate * torch.sigmoid(1.702 * gate) * (high + 1),  # no limit on the gate
+        low * torch.sigmoid(1.702 * low) * (up.clamp(max=7) + 1),  # half a limit on up
+        low * torch.sigmoid(low) * (high + 1),  # SiLU
+        low * torch.sigmoid(1.702 * low) * high,
+    )
+    for y in wrong:
+        expected = dequantised(*reference.quantise(y.float(), SWIGLU_GROUP))
+        assert norm_error(out, expected) > SWIGLU_BOUND
+    right = exact_swiglu(inner).float()
+    values, scale = reference.quantise(right, 128)
+    expected = values.double() * scale.double().repeat_interleave(128, dim=1)[:, :320]
+    assert norm_error(out, expected) > SWIGLU_BOUND
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", SWIGLU_TILES, ids=str)
+def test_swiglu_of_exact_sums_is_the_reference_but_for_ties(tile) -> None:
+    # One-hot weights: what is quantised differs from the reference by the sigmoid alone.
+    rows, n, k = (90, 0, 200), 640, 512
+    x, x_scale, starts, weight, weight_scale, bias = random_inputs(rows, n, k, 128)
+    one_hot = torch.zeros(3 * n, k, device="cuda")
+    one_hot[torch.arange(3 * n), torch.randint(0, k, (3 * n,), device="cuda")] = 1
+    weight = one_hot.view(3, n, k).to(torch.float8_e4m3fn)
+    weight_scale = torch.exp2(torch.randint(-8, 0, weight_scale.shape, device="cuda").float())
+    x_scale.copy_(torch.exp2(torch.randint(-2, 2, x_scale.shape, device="cuda").float()))
+    inputs = [x, x_scale, starts, weight, weight_scale, bias]
+    values, scale = swiglu(inputs, tile)
+    expected_values, expected_scale = reference.grouped_swiglu_fp8(*inputs, **SWIGLU)
+    torch.testing.assert_close(scale, expected_scale, rtol=2e-6, atol=0)
+    apart = steps_apart(values, expected_values)
+    assert apart.max().item() <= 1
+    assert (apart > 0).double().mean().item() < 1e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", LINEAR_TILES, ids=str)
+def test_linear_is_exact_where_the_mathematics_is(tile) -> None:
+    rows, n, k = (90, 0, 200), 640, 512
+    x = torch.randint(-8, 9, (290, k), device="cuda").to(torch.float8_e4m3fn)
+    one_hot = torch.zeros(3 * n, k, device="cuda")
+    one_hot[torch.arange(3 * n), torch.randint(0, k, (3 * n,), device="cuda")] = 1
+    x_scale = empty_scale(290, k, "cuda", SWIGLU_GROUP)
+    x_scale.copy_(torch.exp2(torch.randint(-4, 5, x_scale.shape, device="cuda").float()))
+    weight_scale = torch.exp2(torch.randint(-4, 5, (3, 5, 4), device="cuda").float())
+    weight = one_hot.view(3, n, k).to(torch.float8_e4m3fn)
+    bias = torch.zeros(3, n, device="cuda")
+    inputs = [x, x_scale, starts_of(rows), weight, weight_scale, bias]
+    assert torch.equal(linear(inputs, tile).double(), exact(*inputs))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", SWIGLU_TILES, ids=str)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_group_with_what_is_not_finite_dequantises_to_nan(bad, tile) -> None:
+    inputs = random_inputs((5, 70), 384, 256, 128)
+    expected = dequantised(*swiglu(inputs, tile))
+    # Gate of output 70 of the second expert: its second group. inf is within the gate's limit.
+    inputs[5] = inputs[5].clone()
+    inputs[5][1, 140] = bad
+    out = dequantised(*swiglu(inputs, tile))
+    is_bad = torch.zeros_like(out, dtype=torch.bool)
+    if bad != float("inf"):
+        is_bad[5:, 64:128] = True
+    assert bool(out[is_bad].isnan().all())
+    assert not bool(out[~is_bad].isnan().any())
+    is_other = torch.ones_like(is_bad)
+    is_other[5:, 64:128] = False
+    assert torch.equal(out[is_other], expected[is_other])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", SWIGLU_TILES, ids=str)
+def test_zeros_have_the_least_scale(tile) -> None:
+    inputs = random_inputs((5, 70), 384, 256, 128)
+    inputs[0] = torch.zeros_like(inputs[0].float()).to(torch.float8_e4m3fn)
+    inputs[5] = torch.zeros_like(inputs[5])
+    values, scale = swiglu(inputs, tile)
+    expected_values, expected_scale = reference.grouped_swiglu_fp8(*inputs, **SWIGLU)
+    assert torch.equal(values.float(), expected_values.float())
+    assert torch.equal(scale, expected_scale)
+
+
+@pytest.mark.gpu
+def test_nothing_beside_the_outputs_is_written() -> None:
+    rows = (67, 0, 250)
+    inputs = random_inputs(rows, 320, 512, SWIGLU_GROUP)
+    around = torch.full((400, 480), 7.0, device="cuda", dtype=torch.bfloat16)
+    grouped_linear_fp8(*inputs, out=around[40:357, 80:400])
+    around[40:357, 80:400] = 7.0
+    assert bool((around == 7.0).all())
+
+    inputs = random_inputs(rows, 320, 512, 128)
+    bytes_around = torch.full((400, 320), 7, device="cuda", dtype=torch.uint8)
+    scales_around = torch.full((5, 404), 7.0, device="cuda")
+    values = bytes_around[40:357, 80:240].view(torch.float8_e4m3fn)
+    scale = scales_around[1:4, 40:357].t()
+    grouped_swiglu_fp8(*inputs, **SWIGLU, out=(values, scale))
+    bytes_around[40:357, 80:240] = 7
+    scales_around[1:4, 40:357] = 7.0
+    assert bool((bytes_around == 7).all())
+    assert bool((scales_around == 7.0).all())
+
+
+@pytest.mark.gpu
+def test_no_tokens() -> None:
+    assert linear(random_inputs((0, 0), 320, 512, SWIGLU_GROUP)).shape == (0, 320)
+    values, scale = swiglu(random_inputs((0, 0), 320, 512, 128))
+    assert values.shape == (0, 160)
+    assert scale.shape == (0, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [(4 * 131_072, 0), (131_072, 3 * 131_072)], ids=str)
+def test_the_longest_prompt(rows) -> None:
+    inputs = random_inputs(rows, 2880, 512, SWIGLU_GROUP)
+    out = linear(inputs)
+    for first, expert in ((0, 0), (131_000, 0), (4 * 131_072 - 72, len(rows) - 1)):
+        if rows[expert] == 0:
+            expert = 0
+        some = slice(first, first + 72)
+        part = [
+            inputs[0][some],
+            inputs[1][some],
+            starts_of((72,)),
+            *(tensor[expert : expert + 1] for tensor in inputs[3:]),
+        ]
+        assert norm_error(out[some], exact(*part)) < LINEAR_BOUND
+    assert not bool(out.isnan().any())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("total", [100, 3000])
+def test_a_graph_follows_where_the_rows_move(total: int) -> None:
+    """Both products in one graph, the second reading what the first wrote; other rows at replay."""
+    torch.manual_seed(total)
+    chosen = torch.randint(0, 12, (2, total), device="cuda")
+    rows, others = (tuple(torch.bincount(one, minlength=12).tolist()) for one in chosen)
+    first, first_other = (random_inputs(one, 640, 512, 128) for one in (rows, others))
+    second = random_inputs(rows, 512, 320, SWIGLU_GROUP)
+    middle, out = poisoned_fp8(total, 320), poisoned(total, 512)
+
+    def both(
+        inputs: list[torch.Tensor], middle: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor
+    ) -> None:
+        grouped_swiglu_fp8(*inputs, **SWIGLU, out=middle)
+        grouped_linear_fp8(*middle, inputs[2], *second[3:], out=out)
+
+    both(first, middle, out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            both(first, middle, out)
+    expected_middle, expected = poisoned_fp8(total, 320), poisoned(total, 512)
+    both(first_other, expected_middle, expected)
+    torch.cuda.synchronize()
+    for mine, other in zip(first, first_other, strict=True):
+        mine.copy_(other)
+    for _ in range(5):
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, expected)
+        assert torch.equal(middle[1], expected_middle[1])
+
+
+@pytest.mark.gpu
+def test_two_streams_at_once() -> None:
+    inputs = [random_inputs((300 + 7 * i, 0, 64), 640, 1024, SWIGLU_GROUP) for i in range(2)]
+    expected = [linear(one) for one in inputs]
+    outs = [torch.empty_like(one) for one in expected]
+    streams = [torch.cuda.Stream() for _ in inputs]
+    torch.cuda.synchronize()
+    for _ in range(50):
+        for stream, one, out in zip(streams, inputs, outs, strict=True):
+            with torch.cuda.stream(stream):
+                grouped_linear_fp8(*one, out=out)
+    torch.cuda.synchronize()
+    for out, wanted in zip(outs, expected, strict=True):
+        assert torch.equal(out, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("position", "change", "sentence"),
+    [
+        (0, lambda x: x.float(), "x must be torch.float8_e4m3fn, got torch.float32"),
+        (0, lambda x: x[:, :496], r"must agree in K, got \[32, 496\] and \[2, 256, 512\]"),
+        (0, lambda x: x.t().contiguous().t(), "x must have adjacent columns"),
+        (1, lambda scale: scale.contiguous(), "x_scale must be stored by column"),
+        (1, lambda scale: scale[:, :3], r"x_scale must be \[32, (4|8)\], got \[32, 3\]"),
+        (2, lambda start: start.long(), "expert_start must be torch.int32, got torch.int64"),
+        (2, lambda start: start[:2], r"expert_start must be \[3\], got \[2\]"),
+        (3, lambda weight: weight[:, :252], "N must be a multiple of 8 and K of 16, got N=252"),
+        (
+            3,
+            lambda weight: weight.transpose(1, 2).contiguous().transpose(1, 2),
+            "weight must be contiguous",
+        ),
+        (4, lambda scale: scale.transpose(1, 2).contiguous().transpose(1, 2), "weight_scale must"),
+        (5, lambda bias: bias.bfloat16(), "bias must be torch.float32, got torch.bfloat16"),
+        (5, lambda bias: bias.cpu(), "bias must be on the GPU of x"),
+    ],
+)
+@pytest.mark.parametrize("is_linear", [True, False])
+def test_bad_input_is_refused(is_linear, position, change, sentence) -> None:
+    inputs = random_inputs((30, 2), 256, 512, SWIGLU_GROUP if is_linear else 128)
+    inputs[position] = change(inputs[position])
+    with pytest.raises(ValueError, match=sentence):
+        grouped_linear_fp8(*inputs) if is_linear else grouped_swiglu_fp8(*inputs, **SWIGLU)
+
+
+@pytest.mark.gpu
+def test_bad_output_is_refused() -> None:
+    inputs = random_inputs((30, 2), 256, 512, 128)
+    values, scale = poisoned_fp8(32, 128)
+    with pytest.raises(ValueError, match=r"scale must be stored by column"):
+        grouped_swiglu_fp8(*inputs, **SWIGLU, out=(values, scale.contiguous()))
+    with pytest.raises(ValueError, match=r"values must be \[32, 128\], got \[31, 128\]"):
+        grouped_swiglu_fp8(*inputs, **SWIGLU, out=(values[:31], scale))
+    inputs = random_inputs((30, 2), 248, 512, 128)
+    with pytest.raises(ValueError, match="I must be a multiple of 16, got 124"):
+        grouped_swiglu_fp8(*inputs, **SWIGLU)
+
+
+def test_without_a_gpu_the_sentence_says_so() -> None:
+    x = torch.zeros(1, 128, dtype=torch.float8_e4m3fn)
+    inputs = (
+        x,
+        torch.ones(1, 2),
+        torch.tensor([0, 1], dtype=torch.int32),
+        torch.zeros(1, 8, 128, dtype=torch.float8_e4m3fn),
+        torch.ones(1, 1, 1),
+        torch.zeros(1, 8),
+    )
+    with pytest.raises(ValueError, match="x must be on the GPU"):
+        grouped_linear_fp8(*inputs)
+
+
+COMPILE = """
+from gptoss_kernels.grouped_fp8 import GroupedTile
+for tile in {tiles!r}:
+    cubin = tile.compile()
+    print(cubin.registers, cubin.stack_bytes, cubin.spill_bytes, len(cubin.warnings))
+"""
+
+
+def test_all_tiles_compile_without_stack_or_spills(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("GPTOSS_CACHE", str(tmp_path))
+    tiles = (*LINEAR_TILES, *SWIGLU_TILES)
+    # In a child: the compiler ends its process on malformed assembly.
+    result = subprocess.run(
+        [sys.executable, "-c", COMPILE.format(tiles=tiles)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    lines = [[int(number) for number in line.split()] for line in result.stdout.splitlines()]
+    assert len(lines) == len(tiles)
+    for tile, (registers, *losses) in zip(tiles, lines, strict=True):
+        assert registers > 0
+        assert losses == [0, 0, 0], f"{tile} has a stack, spills or warnings: {losses}"
+        assert tile.stages >= 3
