@@ -19,7 +19,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -133,6 +133,8 @@ def write_checkpoint(
 def _leave(work: Path, folder: "_Folder") -> None:
     """Keeps what is finished, and says so; else nothing stays."""
     if folder.finished:
+        with suppress(OSError):
+            folder.drop_unfinished()  # the disk may be full of it
         Console(stderr=True, soft_wrap=True).print(
             f"finished files are kept in {work}: repeat the command to go "
             "on, or remove that folder",
@@ -235,10 +237,13 @@ class _Folder:
             is_whole = path.is_file() and path.stat().st_size == file.num_bytes
             if file.name in finished and is_whole:
                 folder.finished[file.name] = finished[file.name]
-        for path in folder.content.iterdir():
-            if path.name not in folder.finished:
-                path.unlink()
+        folder.drop_unfinished()
         return folder
+
+    def drop_unfinished(self) -> None:
+        for path in self.content.iterdir():
+            if path.name not in self.finished:
+                path.unlink()
 
     def finish(self, name: str, notes: list[Any]) -> None:
         """The file's bytes are all written: makes them durable, and the record of it."""

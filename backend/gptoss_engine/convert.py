@@ -9,16 +9,14 @@ copied. Matrices are converted a band of rows at a time by all cores, and writte
 import hashlib
 import importlib.metadata
 import json
-import os
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import prod, sqrt
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,6 +26,7 @@ from gptoss_engine.checkpoint_writer import CHECKSUMS_FILE, TensorGroup, write_c
 from gptoss_engine.layouts import Source, may_be_fp8, sources
 from gptoss_engine.model_config import FP8_QUANTISATION, read_json
 from gptoss_engine.tensor_source import EXPERTS, TensorSource, expert_to_fp8, to_fp8
+from gptoss_engine.workers import bands, expert_bands, in_order, workers
 from gptoss_kernels.fp8 import BLOCK, E4M3
 from gptoss_kernels.mxfp4 import GROUP
 from gptoss_kernels.ops import Fp8Weight
@@ -38,7 +37,6 @@ REPORT_FILE = "conversion.json"
 MAX_LISTED = 1000  # inexact blocks in the report; their counts are complete
 MAX_NAMED = 4  # of them in a sentence
 
-ROWS_AT_ONCE = 4 * BLOCK  # of a matrix: its temporaries have some megabytes
 _COPIED_AT_ONCE = 2**26  # bytes
 _MAX_FILE_BYTES = 2**26  # of what else lies in the source's folder
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx")
@@ -164,57 +162,6 @@ def dense_rows(source: TensorSource, name: str, rows: slice) -> Tensor:
 def reopened(source: TensorSource) -> TensorSource:
     """With nothing of it in memory: a mapped file stays there for as long as it is open."""
     return Checkpoint(source.folder) if isinstance(source, Checkpoint) else source
-
-
-def bands(size: int, at_once: int = ROWS_AT_ONCE) -> list[slice]:
-    return [slice(first, min(first + at_once, size)) for first in range(0, size, at_once)]
-
-
-def expert_bands(shape: tuple[int, ...]) -> list[tuple[int, slice]]:
-    return [(expert, rows) for expert in range(shape[0]) for rows in bands(shape[1])]
-
-
-@contextmanager
-def workers() -> Iterator[ThreadPoolExecutor]:
-    """One thread a core, in which torch starts no others: sums are added in one order everywhere.
-
-    torch and the disk release the interpreter's lock.
-    """
-    _keep_freed_memory()
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    executor = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "convert")
-    try:
-        yield executor
-    finally:
-        executor.shutdown(cancel_futures=True)
-        torch.set_num_threads(num_threads)
-
-
-def _keep_freed_memory() -> None:
-    """glibc hands the larger pieces back to the system until one of nearly 32 MiB was freed.
-
-    Temporaries are then not made of new pages each time, which took more than half of all time.
-    """
-    torch.empty(31 * 2**20, dtype=torch.uint8)
-
-
-Result = TypeVar("Result")
-
-
-def in_order(
-    executor: ThreadPoolExecutor,
-    function: Callable[..., Result],
-    arguments: Iterable[tuple[Any, ...]],
-) -> Iterator[Result]:
-    """The results in the order of the arguments, at most a few of them ahead of who takes them."""
-    pending: deque[Future[Result]] = deque()
-    for each in arguments:
-        pending.append(executor.submit(function, *each))
-        if len(pending) > 2 * executor._max_workers:
-            yield pending.popleft().result()
-    while pending:
-        yield pending.popleft().result()
 
 
 def _group(

@@ -16,15 +16,11 @@ from gptoss_engine.convert import (
     DEFAULT_OPTIONS,
     REPORT_FILE,
     Options,
-    bands,
-    expert_bands,
-    in_order,
     named,
     origin,
     reopened,
     stored_bytes,
     target_tensors,
-    workers,
 )
 from gptoss_engine.model_config import read_json
 from gptoss_engine.tensor_source import (
@@ -35,6 +31,7 @@ from gptoss_engine.tensor_source import (
     expert_to_fp8,
     to_fp8,
 )
+from gptoss_engine.workers import bands, expert_bands, in_order, workers
 from gptoss_kernels import mxfp4
 from gptoss_kernels.fp8 import BLOCK, widen_values
 from gptoss_kernels.ops import Fp8Weight

@@ -366,6 +366,8 @@ def test_a_disk_that_fills_up_keeps_what_is_finished(
         with pytest.raises(CannotWrite, match=r"cannot write .*/t: No space left on device$"):
             write(tmp_path / "t")
     assert not (tmp_path / "t").exists()
+    kept = [path.name for path in (work_folder(tmp_path / "t") / "content").iterdir()]
+    assert kept == ["model-00001-of-00003.safetensors"]
     assert write(tmp_path / "t").num_kept_bytes == 23
     assert contents(tmp_path / "t") == contents(tmp_path / "undisturbed")
 
