@@ -4,7 +4,7 @@ All work is done in .NAME.partial beside the folder NAME that it becomes:
 
     lock            held by the process that writes
     job.json        what is written: another job is refused
-    finished.json   the size, checksum and notes of each file of tensors that is whole on the disk
+    finished.json   the checksum and notes of each file of tensors that is whole on the disk
     content/        renamed to NAME at the end
 
 The bytes depend on the tensors alone, not on interruptions, threads or dates.
@@ -136,8 +136,8 @@ def _leave(work: Path, folder: "_Folder") -> None:
         with suppress(OSError):
             folder.drop_unfinished()  # the disk may be full of it
         Console(stderr=True, soft_wrap=True).print(
-            f"finished files are kept in {work}: repeat the command to go "
-            "on, or remove that folder",
+            f"finished files are kept in {work}: repeat the command to go on, or remove "
+            "that folder",
             style="dim",
             markup=False,
             highlight=False,
