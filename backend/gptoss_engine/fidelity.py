@@ -114,15 +114,16 @@ class Spread:
 class Fidelity:
     """One model beside its reference. T tokens were read and the next of P of them was asked for.
 
-    kl [P]: KL(reference || model) in nats, fp64. same_top [P] bool: whether both find the same
-    token most likely. logit_error [P]: of the logits less their mean. logprobs, reference_logprobs
-    [P]: of the passages' own next tokens.
+    positions [P]: which of the T tokens those are. kl [P]: KL(reference || model) in nats, fp64.
+    same_top [P] bool: whether both find the same token most likely. logit_error [P]: of the logits
+    less their mean. logprobs, reference_logprobs [P]: of the passages' own next tokens.
     residual_error, added_error [2 layers, T]: of the residual stream after each attention and each
     mixture of experts, in turn: of the model as it is, and of the model that found the reference's
     residual stream there. changed_experts [layers, T]: how many of those chosen the reference did
     not choose. An error is |difference| / |reference| over a token's vector.
     """
 
+    positions: Tensor
     kl: Tensor
     same_top: Tensor
     logit_error: Tensor
@@ -141,8 +142,14 @@ class Fidelity:
     def reference_perplexity(self) -> float:
         return math.exp(-self.reference_logprobs.mean().item())
 
+    @property
+    def has_other_experts(self) -> Tensor:
+        """[P]: whether the token was sent to other experts than by the reference, in any layer."""
+        return (self.changed_experts > 0).any(0)[self.positions]
+
     def figures(self) -> dict[str, Any]:
-        """Everything as plain numbers; by layer, medians over tokens."""
+        """Everything as plain numbers; by layer, medians over tokens. None: there are no such."""
+        others = self.has_other_experts
         changed = self.changed_experts.double()
         by_layer = (
             self.residual_error[1::2]
@@ -154,7 +161,10 @@ class Fidelity:
             "tokens": self.residual_error.shape[1],
             "positions": len(self.kl),
             "kl": _plain(Spread.of(self.kl)),
-            "top1_agreement": _rounded(self.same_top.double().mean().item()),
+            "positions_with_other_experts": _mean(others),
+            "kl_with_same_experts": _mean(self.kl[~others]),
+            "kl_with_other_experts": _mean(self.kl[others]),
+            "top1_agreement": _mean(self.same_top),
             "perplexity": _rounded(self.perplexity, 7),
             "reference_perplexity": _rounded(self.reference_perplexity, 7),
             "perplexity_ratio": _rounded(self.perplexity / self.reference_perplexity, 7),
@@ -265,6 +275,7 @@ def measure(
     )
     kl, same_top, logit_error, logprobs, reference_logprobs = map(torch.cat, columns)
     return Fidelity(
+        positions=positions,
         kl=kl,
         same_top=same_top,
         logit_error=logit_error,
@@ -507,6 +518,10 @@ def _tracked(items: Iterable[Item], label: str, total: int) -> Iterable[Item]:
 
 def _rounded(value: float, digits: int = 4) -> float:
     return float(f"{value:.{digits}g}")
+
+
+def _mean(values: Tensor) -> float | None:
+    return _rounded(values.double().mean().item()) if len(values) else None
 
 
 def _rounded_list(values: Tensor) -> list[float]:

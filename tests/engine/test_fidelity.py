@@ -1,5 +1,7 @@
 """Each figure against the shortest computation of it, and errors found where they were put."""
 
+import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -200,6 +202,38 @@ def test_changed_experts_are_counted_as_sets(folder: Path, config: ModelConfig):
         assert figures["changed_experts"][2] == pytest.approx(expected / 3, rel=1e-3)
 
 
+@pytest.mark.usefixtures("short_steps")
+def test_the_kl_of_tokens_that_went_to_other_experts(folder: Path, passages: list[Passage]):
+    """A nudged router in the last layer sends some tokens elsewhere, and changes nothing else."""
+    nudge = torch.tensor((0.2, -0.2, 0.1, 0.0, -0.1, 0.0))
+    found = measured(folder, passages, 3, lambda layer: {"router_bias": layer.router_bias + nudge})
+    rows = []
+    first = 0
+    for passage in passages:
+        length = len(passage.token_ids)
+        rows += range(first + passage.num_given - 1, first + length - 1)
+        first += length
+    others = (found.changed_experts[3] > 0)[rows]
+    assert torch.equal(found.has_other_experts, others)
+    assert 0.01 < others.double().mean() < 0.3
+    figures = found.figures()
+    assert figures["kl_with_other_experts"] > 3 * figures["kl_with_same_experts"] > 0
+    mean = found.kl[others].mean().item()
+    assert figures["kl_with_other_experts"] == pytest.approx(mean, rel=1e-3)
+
+
+def test_the_reference_is_not_kept(folder: Path, config: ModelConfig):
+    """Two models that do not fit beside each other can be compared: one goes, the other comes."""
+    weights = load(folder)
+    experts = weakref.ref(weights.layers[0].w13)
+    record = Record.make(config, weights, [Passage((1, 2, 3))], OPS, "")
+    unembedding = weights.unembedding
+    del weights
+    gc.collect()
+    assert experts() is None
+    assert record.unembedding is unembedding
+
+
 @pytest.mark.parametrize(
     ("mode", "against"), [("bf16", "bf16"), ("fp8", "mxfp4"), ("mxfp4", "fp8")]
 )
@@ -212,6 +246,9 @@ def test_modes_that_are_equal_differ_by_nothing(
         *(found.changed_experts, found.logprobs - found.reference_logprobs, ~found.same_top),
     ):
         assert not differences.any()
+    figures = found.figures()
+    assert figures["positions_with_other_experts"] == figures["kl_with_same_experts"] == 0
+    assert figures["kl_with_other_experts"] is None
 
 
 def test_fp8_is_near_and_not_equal(folder: Path, passages: list[Passage]):

@@ -288,6 +288,13 @@ def print_fidelity(title: str, weights: str, against: str, fidelity: "Fidelity")
         spread = figures[key]
         values = (spread[each] for each in ("mean", "p50", "p99", "max"))
         whole.add_row(name, *(f"{scale * value:.3g}" for value in values))
+    share = 100 * figures["positions_with_other_experts"]
+    for words, key in (
+        (f"of the {100 - share:.1f} % with the same experts", "kl_with_same_experts"),
+        (f"of the {share:.1f} % with others in a layer", "kl_with_other_experts"),
+    ):
+        if figures[key] is not None:
+            whole.add_row(f"KL {words}", f"{figures[key]:.3g}")
     whole.add_row("same top token, %", f"{100 * figures['top1_agreement']:.2f}")
     whole.add_row(f"perplexity, {against}", f"{fidelity.reference_perplexity:.6g}")
     whole.add_row(f"perplexity, {weights}", f"{fidelity.perplexity:.6g}")
