@@ -268,15 +268,15 @@ def _sum_of_squares(tensor: Tensor) -> float:
 def _inexact_sentence(
     source: TensorSource, weight: str, num_inexact: int, listed: list[tuple[int, int, int]]
 ) -> str:
-    named = "; ".join(
+    first = "; ".join(
         f"expert {expert}, block row {row}, block column {column}"
         for expert, row, column in listed[:MAX_NAMED]
     )
     more = "; …" if num_inexact > MAX_NAMED else ""
     return (
-        f"{source.label}: {num_inexact} of the 128 x 128 blocks of {weight} spread over too many "
-        f"powers of two to be exact in FP8 ({named}{more}); --allow-inexact rounds such blocks to "
-        "the nearest, and lists them"
+        f"{source.label}: FP8 cannot hold {num_inexact} of the 128 x 128 blocks of {weight} "
+        f"exactly ({first}{more}): their exponents spread too far, or they never were MXFP4; "
+        "--allow-inexact rounds such blocks to the nearest, and lists them"
     )
 
 

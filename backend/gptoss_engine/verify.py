@@ -101,7 +101,7 @@ def _compare(
         if name.endswith(EXPERTS)
         else [(None, rows) for rows in bands(shape[0])]
     )
-    num_rows = prod(shape[: len(shape) - 1]) if name.endswith(EXPERTS) else shape[0]
+    num_rows = prod(shape[:-1]) if name.endswith(EXPERTS) else shape[0]
     results = in_order(executor, compare, pieces)
     for (_, rows), num_inexact in zip(pieces, results, strict=True):
         yield num_inexact, (rows.stop - rows.start) / num_rows

@@ -118,9 +118,9 @@ def test_inexact_blocks_are_refused_or_listed(
     done = run(tmp_path / "s", tmp_path / "t")
     assert done.code == 1
     weights = [f"model.layers.1.mlp.experts.{name}.weight" for name in ("w13", "w2")]
-    assert f"6 of the 128 x 128 blocks of {weights[0]} spread" in done.err
+    assert f"FP8 cannot hold 6 of the 128 x 128 blocks of {weights[0]} exactly " in done.err
     assert "(expert 0, block row 0, block column 0; " in done.err
-    assert "; …); --allow-inexact rounds such blocks" in done.err
+    assert "; …): their exponents spread too far" in done.err
 
     done = run(tmp_path / "s", tmp_path / "t", "--allow-inexact", "--verify")
     assert done.code == 0

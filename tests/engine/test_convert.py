@@ -277,10 +277,10 @@ def test_blocks_that_cannot_be_exact_are_refused(sources: TinyCheckpoint, tmp_pa
     with pytest.raises(InvalidCheckpoint) as caught:
         convert(source, tmp_path / "t")
     assert str(caught.value) == (
-        f"{tmp_path / 's'}: 2 of the 128 x 128 blocks of model.layers.0.mlp.experts.w13.weight "
-        "spread over too many powers of two to be exact in FP8 (expert 1, block row 2, block "
-        "column 1; expert 2, block row 4, block column 2); --allow-inexact rounds such blocks to "
-        "the nearest, and lists them"
+        f"{tmp_path / 's'}: FP8 cannot hold 2 of the 128 x 128 blocks of "
+        "model.layers.0.mlp.experts.w13.weight exactly (expert 1, block row 2, block column 1; "
+        "expert 2, block row 4, block column 2): their exponents spread too far, or they never "
+        "were MXFP4; --allow-inexact rounds such blocks to the nearest, and lists them"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["s"]
 
@@ -309,6 +309,22 @@ def test_blocks_that_cannot_be_exact_are_rounded_and_listed_if_allowed(
         (2, 4, 2),
     }
     assert (wrong.nonzero()[:, 1].unique() == torch.tensor([300, 575])).all()
+    verify(source, tmp_path / "t")
+
+
+def test_an_export_that_never_was_mxfp4_is_refused_or_rounded(
+    sources: TinyCheckpoint, tmp_path: Path
+) -> None:
+    def train(tensors: dict[str, Tensor]) -> None:
+        tensors["model.layers.1.mlp.experts.down_proj"] *= 1.01
+
+    source = changed(sources.dequantised, tmp_path / "s", train)
+    with pytest.raises(
+        InvalidCheckpoint, match=r"FP8 cannot hold 27 of .* or they never were MXFP4"
+    ):
+        convert(source, tmp_path / "t")
+    report = convert(source, tmp_path / "t", allow_inexact=True)
+    assert report.inexact == {"model.layers.1.mlp.experts.w2.weight": 27}
     verify(source, tmp_path / "t")
 
 
