@@ -6,7 +6,9 @@ in ops.py. A cache is [pages, page_size, KV, D]; slot = page * page_size + offse
 
 Weights are tensors of the model's dtype, or FP8 with block scales, or MXFP4, which is widened to
 that FP8 on its way: the same numbers. With either the operators compute the FP8 function:
-activations are quantised in groups along K, sums are fp32.
+activations are quantised in groups along K, sums are fp32. An activation's last bit may then decide
+to which of two e4m3 numbers it is rounded, 6 % apart; so what a token's activations are made of is
+summed in fp64 and rounded to fp32, where no batch, chunk or thread shows.
 """
 
 import math
@@ -305,8 +307,8 @@ def _attention_tile(
     assert bool((pages.repeat_interleave(page_size, 1)[held] >= 0).all()), "a page was given back"
 
     rows = pages.clamp(min=0)
-    key = key_cache[rows].view(num_sequences, -1, num_kv_heads, head_dim).float()
-    value = value_cache[rows].view(num_sequences, -1, num_kv_heads, head_dim).float()
+    key = key_cache[rows].view(num_sequences, -1, num_kv_heads, head_dim).double()
+    value = value_cache[rows].view(num_sequences, -1, num_kv_heads, head_dim).double()
     # What is not held may be anything, NaN too, and 0 * NaN is NaN.
     value = value.masked_fill_(~held[:, :, None, None], 0)
 
@@ -315,15 +317,15 @@ def _attention_tile(
     if window is not None:
         visible &= keys[:, None] > positions[:, :, None] - window
     # Rows of a key-value head: its G query heads times Q queries.
-    grouped = query.float().view(num_sequences, num_queries, num_kv_heads, -1, head_dim)
+    grouped = query.double().view(num_sequences, num_queries, num_kv_heads, -1, head_dim) * scale
     grouped = grouped.permute(0, 2, 3, 1, 4).flatten(2, 3)
-    scores = (grouped @ key.permute(0, 2, 3, 1) * scale).unflatten(2, (-1, num_queries))
+    scores = (grouped @ key.permute(0, 2, 3, 1)).float().unflatten(2, (-1, num_queries))
     scores = scores.masked_fill_(~visible[:, None, None], -math.inf)
     sink = sinks.float().view(1, num_kv_heads, -1, 1, 1)
     largest = torch.maximum(scores.amax(dim=-1, keepdim=True), sink)
-    weights = scores.sub_(largest).exp_()
-    weights /= weights.sum(dim=-1, keepdim=True) + (sink - largest).exp()
-    out = weights.flatten(2, 3) @ value.transpose(1, 2)
+    weights = scores.sub_(largest).exp_().double()
+    total = weights.sum(dim=-1, keepdim=True) + (sink - largest).exp()
+    out = weights.flatten(2, 3) @ value.transpose(1, 2) / total.flatten(2, 3)
     out = out.unflatten(2, (-1, num_queries)).permute(0, 3, 1, 2, 4)
     return out.reshape(num_sequences, num_queries, num_heads, head_dim)
 
@@ -334,7 +336,7 @@ def route(x: Tensor, weight: Tensor, bias: Tensor, num_chosen: int) -> tuple[Ten
     Logits are in x.dtype, where they tie often: the lowest index wins.
     x [T, H], weight [E, H], bias [E] -> chosen [T, K] int64, weights [T, K] in x.dtype.
     """
-    logits = linear(x, weight, bias)
+    logits = (x.double() @ weight.double().T + bias).to(x.dtype)
     # torch.topk does not say which of equal values it takes; a stable sort does.
     values, chosen = logits.sort(dim=-1, descending=True, stable=True)
     values, chosen = values[:, :num_chosen], chosen[:, :num_chosen]

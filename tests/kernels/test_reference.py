@@ -249,6 +249,27 @@ def test_attention_of_a_long_context_takes_fewer_queries_at_once(monkeypatch: py
         assert rel_error(paged.operator(), paged.formula()) < BOUNDS[torch.float32]
 
 
+@pytest.mark.parametrize("window", [None, 128])
+def test_attention_of_a_sequence_is_the_same_bits_alone_and_in_chunks(window: int | None):
+    """Padded to nothing or to the longest of a batch, 1 query at a time or 40."""
+    lengths = (40, 300, 131)
+    prefills = Paged([(length, min(length, 40)) for length in lengths], 16, window)
+    whole, row = prefills.operator(), 0
+    for sequence, length in enumerate(lengths):
+        num_queries = min(length, 40)
+        for back in range(num_queries):
+            page_table = prefills.page_tables[sequence : sequence + 1]
+            out = reference.attention(
+                *(prefills.query[row + back, None], prefills.keys, prefills.values),
+                *(prefills.sinks, torch.tensor([0, 1])),
+                *(torch.tensor([length - num_queries + back + 1]), page_table),
+                scale=prefills.scale,
+                window=window,
+            )
+            assert torch.equal(out, whole[row + back, None])
+        row += num_queries
+
+
 @pytest.mark.parametrize("heads", [(8, 1, 8), (3, 3, 4)], ids=["one-kv-head", "no-groups"])
 def test_attention_with_any_grouping(heads: tuple[int, int, int]):
     paged = Paged([(7, 1), (9, 4)], 4, None, heads=heads)
@@ -278,6 +299,25 @@ def test_route(dtype: torch.dtype):
     assert rel_error(weights, of_chosen / of_chosen.sum(1, keepdim=True)) < BOUNDS[dtype]
     over_all = of_chosen / logits.exp().sum(1, keepdim=True)
     assert rel_error(over_all, of_chosen / of_chosen.sum(1, keepdim=True)) > 3 * BOUNDS[dtype]
+
+
+@DTYPES
+def test_route_of_a_token_depends_on_no_other(dtype: torch.dtype):
+    x, weight = random(33, 320, dtype=dtype), random(16, 320, seed=1, std=0.1, dtype=dtype)
+    bias = random(16, seed=2, dtype=dtype)
+    chosen, weights = reference.route(x, weight, bias, 4)
+    for token in range(33):
+        alone = reference.route(x[token, None], weight, bias, 4)
+        assert torch.equal(alone[0], chosen[token, None])
+        assert torch.equal(alone[1], weights[token, None])
+
+
+@DTYPES
+def test_rms_norm_of_a_token_depends_on_no_other(dtype: torch.dtype):
+    hidden, weight = random(33, 320, dtype=dtype), random(320, seed=1)
+    out = reference.rms_norm(hidden, weight, 1e-5)
+    for token in range(33):
+        assert torch.equal(reference.rms_norm(hidden[token, None], weight, 1e-5), out[token, None])
 
 
 def test_route_lets_the_lowest_index_win_a_tie():
