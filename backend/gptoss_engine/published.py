@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from gptoss_engine.checkpoint_writer import TensorGroup, Written, write_checkpoint
-from gptoss_engine.convert import bands, in_order, workers
 from gptoss_engine.layouts import Source, sources
 from gptoss_engine.model_config import ModelConfig
 from gptoss_engine.tensor_source import EXPERTS, Mxfp4Blocks, TensorSource, to_dense
+from gptoss_engine.workers import bands, in_order, workers
 
 PublishedLayout = Literal["huggingface", "original", "dequantised"]
 
