@@ -56,7 +56,12 @@ def test_both_layouts_say_the_same(tmp_path: Path):
 @pytest.mark.parametrize("layout", ["huggingface", "original"])
 def test_the_figures_written_for_hugging_face_are_read_again(tmp_path: Path, layout: str):
     config = SIZE.huggingface_config() if layout == "huggingface" else SIZE.original_config()
-    config |= {"swiglu_limit": 5.0, "sliding_window": 64}
+    config |= {"swiglu_limit": 5.0, "sliding_window": 64, "rope_theta": 10000}
+    if layout == "huggingface":
+        config |= {"rms_norm_eps": 1e-6, "swiglu_alpha": 1.5, "max_position_embeddings": 99}
+        config["layer_types"] = ["full_attention"] * 3 + ["sliding_attention"]
+        config["rope_scaling"] |= {"factor": 8.0, "beta_fast": 16.0, "beta_slow": 2.0}
+        config["rope_scaling"]["original_max_position_embeddings"] = 512
     made = read(tmp_path / layout, config, {"eos_token_id": [7, 5]})
     written = made.to_huggingface()
     assert read(tmp_path / "again", written) == made

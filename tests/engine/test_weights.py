@@ -168,14 +168,14 @@ def test_resident_bytes_are_those_of_the_mode(
     assert weights.num_bytes == weights.expert_bytes + vectors + attention + others
 
 
-def spread(source: MemorySource) -> None:
-    """Two blocks of expert 0's w2 whose exponents are too far apart for one scale."""
-    stored = source.read("layers.0.w2", 0)
+def spread(source: MemorySource, name: str, *groups: tuple[int, int]) -> None:
+    """Groups (row, column / 32) of expert 0 so small that their blocks need more than one scale."""
+    stored = source.read(name, 0)
     assert isinstance(stored, Mxfp4Blocks)
     scales, blocks = stored.scales.clone(), stored.blocks.clone()
-    for row, group in ((3, 0), (200, 5)):
-        scales[row, group], blocks[row, group] = 90, 0x11
-    source.tensors["layers.0.w2"] = Mxfp4Blocks(blocks, scales)
+    for group in groups:
+        scales[group], blocks[group] = 90, 0x11
+    source.tensors[name] = Mxfp4Blocks(blocks, scales)
 
 
 @pytest.mark.parametrize("mode", ["fp8", "mxfp4"])
@@ -188,7 +188,7 @@ def test_blocks_that_are_not_exact_are_counted_and_named(
     exact = MemorySource(SMALL)
     Weights.load(exact, mode, torch.float32, CPU)
     assert warnings() == []
-    spread(exact)
+    spread(exact, "layers.0.w2", (3, 0), (200, 5))
     Weights.load(exact, mode, torch.float32, CPU)
     (sentence,) = warnings()
     # All four experts, each turned by as many rows as its number.
@@ -197,6 +197,21 @@ def test_blocks_that_are_not_exact_are_counted_and_named(
         "layers.0.w2 of expert 0 (0, 0), layers.0.w2 of expert 0 (1, 1), "
         "layers.0.w2 of expert 1 (0, 0), layers.0.w2 of expert 1 (1, 1) and 4 more"
     )
+
+
+def test_a_rank_names_blocks_of_the_whole(caplog: pytest.LogCaptureFixture):
+    made = MemorySource(SMALL)
+    spread(made, "layers.0.w13", (300, 9))
+    spread(made, "layers.0.w2", (3, 0), (200, 5))
+    Weights.load(made, "fp8", torch.float32, CPU, Rank(1, 2))
+    assert (
+        "are rounded, FP8 cannot hold them exactly: layers.0.w13 of expert 0 (2, 2)" in caplog.text
+    )
+    caplog.clear()
+    del made.tensors["layers.0.w13"]
+    Weights.load(made, "fp8", torch.float32, CPU, Rank(1, 2))
+    assert ": 4 blocks of 128 x 128 are rounded" in caplog.text
+    assert "exactly: layers.0.w2 of expert 0 (1, 1), layers.0.w2 of expert 1 (1, 1)," in caplog.text
 
 
 def test_dense_experts_that_never_were_mxfp4_are_counted_too(caplog: pytest.LogCaptureFixture):
@@ -280,6 +295,15 @@ def test_a_gpu_holds_what_a_cpu_does(mode: WeightMode):
             back = [tensor.cpu() for tensor in tensors]
             same = back[0] if isinstance(weight, Tensor) else type(weight)(*back)
             assert is_equal(same, on_cpu[name]), name
+
+
+def test_an_expert_of_many_rows_is_read_whole():
+    made = MemorySource(model_config(num_experts=1, hidden_size=32, intermediate_size=4608))
+    layer = Weights.load(made, "mxfp4", torch.float32, CPU).layers[0]
+    stored = made.tensors["layers.0.w13"]
+    assert isinstance(layer.w13, Mxfp4Weight)
+    assert isinstance(stored, Mxfp4Blocks)
+    assert torch.equal(layer.w13.blocks[0], stored.blocks)
 
 
 def test_a_fault_ends_the_load_at_once(monkeypatch: pytest.MonkeyPatch):
