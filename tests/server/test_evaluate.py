@@ -67,7 +67,10 @@ def test_tokens_of_a_folder(tiny: Path, tmp_path: Path):
     line = json.loads(evaluate(*arguments, "--max-tokens", 50)[-1])
     assert (line["model"], line["tokens"], line["positions"]) == ("huggingface", 50, 48)
     assert line["kl"]["mean"] > 0
-    same = json.loads(evaluate(*arguments, "--weights", "mxfp4", "--against", "fp8")[-1])
+    plot = tmp_path / "nothing.png"
+    equal = ("--weights", "mxfp4", "--against", "fp8", "--plot", plot)
+    same = json.loads(evaluate(*arguments, *equal)[-1])
+    assert plot.read_bytes().startswith(b"\x89PNG")
     assert same["tokens"] == 105
     assert same["kl"] == {"mean": 0, "p50": 0, "p99": 0, "max": 0}
     assert not any(same["residual_error_p99"])

@@ -280,41 +280,51 @@ def print_tasks(scores: dict[str, Counter[str]], modes: Sequence[str]) -> None:
 
 
 def print_fidelity(title: str, weights: str, against: str, fidelity: "Fidelity") -> None:
+    console = Console()
+    console.print(_logits_table(title, weights, against, fidelity))
+    console.print(_layers_table(fidelity.figures()))
+
+
+def _logits_table(title: str, weights: str, against: str, fidelity: "Fidelity") -> Table:
     figures = fidelity.figures()
-    whole = Table(title=f"{title}, {figures['tokens']} tokens, {figures['positions']} judged")
+    table = Table(title=f"{title}, {figures['tokens']} tokens, {figures['positions']} judged")
     for heading in ("", "mean", "median", "p99", "largest"):
-        whole.add_column(heading, justify="right" if heading else "left")
-    for name, key, scale in (("KL, nats", "kl", 1.0), ("logits, error in %", "logit_error", 100.0)):
-        spread = figures[key]
-        values = (spread[each] for each in ("mean", "p50", "p99", "max"))
-        whole.add_row(name, *(f"{scale * value:.3g}" for value in values))
-    share = 100 * figures["positions_with_other_experts"]
-    for words, key in (
-        (f"of the {100 - share:.1f} % with the same experts", "kl_with_same_experts"),
-        (f"of the {share:.1f} % with others in a layer", "kl_with_other_experts"),
+        table.add_column(heading, justify="right" if heading else "left")
+
+    def spread(key: str, scale: float = 1.0) -> list[str]:
+        return [f"{scale * figures[key][each]:.3g}" for each in ("mean", "p50", "p99", "max")]
+
+    table.add_row("KL, nats", *spread("kl"))
+    others = 100 * figures["positions_with_other_experts"]
+    for name, share, key in (
+        ("same experts", 100 - others, "kl_with_same_experts"),
+        ("other experts", others, "kl_with_other_experts"),
     ):
         if figures[key] is not None:
-            whole.add_row(f"KL {words}", f"{figures[key]:.3g}")
-    whole.add_row("same top token, %", f"{100 * figures['top1_agreement']:.2f}")
-    whole.add_row(f"perplexity, {against}", f"{fidelity.reference_perplexity:.6g}")
-    whole.add_row(f"perplexity, {weights}", f"{fidelity.perplexity:.6g}")
+            table.add_row(f"  {name}, {share:.1f} %", f"{figures[key]:.3g}")
+    table.add_row("logits, error in %", *spread("logit_error", 100))
+    table.add_row("same top token, %", f"{100 * figures['top1_agreement']:.2f}")
+    table.add_row(f"perplexity, {against}", f"{fidelity.reference_perplexity:.6g}")
+    table.add_row(f"perplexity, {weights}", f"{fidelity.perplexity:.6g}")
+    return table
 
-    layers = Table(title="by layer, in %")
-    for heading in (
-        *("layer", "error, median", "error, p99", "added by attention", "added by experts"),
-        *("tokens with other experts", "experts changed"),
-    ):
-        layers.add_column(heading, justify="right")
-    columns = (
-        *("residual_error_median", "residual_error_p99"),
-        *("attention_error_median", "experts_error_median"),
-        *("tokens_with_changed_experts", "changed_experts"),
-    )
-    for index, values in enumerate(zip(*(figures[name] for name in columns), strict=True)):
-        layers.add_row(str(index), *(f"{100 * value:.3g}" for value in values))
-    console = Console()
-    console.print(whole)
-    console.print(layers)
+
+def _layers_table(figures: dict[str, Any]) -> Table:
+    table = Table(title="by layer, in %")
+    columns = {
+        "error, median": "residual_error_median",
+        "error, p99": "residual_error_p99",
+        "added by attention": "attention_error_median",
+        "added by experts": "experts_error_median",
+        "tokens with other experts": "tokens_with_changed_experts",
+        "experts changed": "changed_experts",
+    }
+    for heading in ("layer", *columns):
+        table.add_column(heading, justify="right")
+    rows = zip(*(figures[name] for name in columns.values()), strict=True)
+    for layer, values in enumerate(rows):
+        table.add_row(str(layer), *(f"{100 * value:.3g}" for value in values))
+    return table
 
 
 def draw(title: str, fidelity: "Fidelity", path: Path) -> None:
@@ -322,7 +332,6 @@ def draw(title: str, fidelity: "Fidelity", path: Path) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
-    matplotlib.rcParams["svg.hashsalt"] = "gptoss"  # the same figures, the same file
     figures = fidelity.figures()
     figure = Figure(figsize=(13, 3.8), layout="constrained")
     figure.suptitle(title)
@@ -359,7 +368,10 @@ def draw(title: str, fidelity: "Fidelity", path: Path) -> None:
         ylabel="positions",
         title=f"KL divergence, mean {figures['kl']['mean']:.3g}",
     )
+    metadata = {"Date": None} if path.suffix == ".svg" else None
     try:
-        figure.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else None)
+        # The same figures give the same file.
+        with matplotlib.rc_context({"svg.hashsalt": "gptoss"}):
+            figure.savefig(path, dpi=110, metadata=metadata)
     except OSError as error:
         raise CommandFailed(f"cannot write {path}: {error}") from error
