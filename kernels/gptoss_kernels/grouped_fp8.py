@@ -54,9 +54,17 @@ class GroupedTile(Tile):
 
 
 def choose_tile(rows: int, num_experts: int, *, x_group: int, swiglu: bool) -> GroupedTile:
-    """By the mean number of rows an expert: how they lie is known on the device alone."""
-    if rows <= 64 * num_experts:
+    """By the mean number of rows an expert: how they lie is known on the device alone.
+
+    The limits lie between sizes that were timed on an H200 (tests/bench/bench_grouped.py).
+    """
+    if rows <= 32 and not swiglu:
+        # So few experts have rows that 128 columns a tile would leave multiprocessors without one.
+        return GroupedTile(96, m_groups=1, x_box=8, x_group=x_group, partials=2)
+    if rows <= 32 * num_experts:
         return GroupedTile(128, m_groups=1, x_box=8, x_group=x_group, swiglu=swiglu)
+    if rows <= 128 * num_experts:
+        return GroupedTile(128, cluster_n=2 if swiglu else 1, x_group=x_group, swiglu=swiglu)
     return GroupedTile(128, waves=2, cluster_n=2, x_group=x_group, swiglu=swiglu)
 
 

@@ -23,8 +23,15 @@ SWIGLU_BOUND = 6e-3
 ONE_STEP_SHARE = 2e-2
 SWIGLU = {"alpha": 1.702, "limit": 7.0}
 
-LINEAR_TILES = tuple(choose_tile(rows, 1, x_group=SWIGLU_GROUP, swiglu=False) for rows in (1, 1000))
-SWIGLU_TILES = tuple(choose_tile(rows, 1, x_group=128, swiglu=True) for rows in (1, 1000))
+LINEAR_TILES, SWIGLU_TILES = (
+    tuple(
+        dict.fromkeys(
+            choose_tile(rows, 2, x_group=128 if is_swiglu else SWIGLU_GROUP, swiglu=is_swiglu)
+            for rows in (1, 50, 200, 1000)
+        )
+    )
+    for is_swiglu in (False, True)
+)
 
 # Rows of each expert: edges of a chunk of 64 and of a tile, experts without rows at all places,
 # all rows on one, more tiles than fit the device at once.

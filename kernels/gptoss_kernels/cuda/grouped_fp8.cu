@@ -176,27 +176,20 @@ struct Scheduler {
         }
         const int start = experts.start[expert];
         const int end = experts.start[expert + 1];
-        const int chunks = (end - start + 63) / 64;
         const int num_clusters = num_columns() / CLUSTER_N;
-        const int inside = index - load_shared_int(table(expert));
-        int num_m = (end - start + BLOCK_M - 1) / BLOCK_M;
-        int tile, column;
-        if (inside < num_m * num_clusters) {
-            const int band = inside / (TILE_ROWS * num_clusters);
-            const int in_band = inside - band * TILE_ROWS * num_clusters;
-            const int rows = min(TILE_ROWS, num_m - band * TILE_ROWS);
-            column = in_band / rows;
-            tile = band * TILE_ROWS + in_band - column * rows;
-            column *= CLUSTER_N * BLOCK_N;
-        } else {
-            tile = inside - num_m * num_clusters;
-            num_m = (num_m + CLUSTER_N - 1) / CLUSTER_N;
-            column = num_clusters * CLUSTER_N * BLOCK_N + Job::ALONE;
+        const int num_m = (end - start + BLOCK_M - 1) / BLOCK_M;
+        int inside = index - load_shared_int(table(expert));
+        if (inside >= num_m * num_clusters) {
+            const int row = start + (inside - num_m * num_clusters) * CLUSTER_N * BLOCK_M;
+            return {row, min(row + CLUSTER_N * BLOCK_M, end),
+                    num_clusters * CLUSTER_N * BLOCK_N + Job::ALONE, expert};
         }
-        // Of equal height, but for one chunk of 64 rows.
-        const int first = static_cast<int>(static_cast<long long>(tile) * chunks / num_m);
-        const int last = static_cast<int>(static_cast<long long>(tile + 1) * chunks / num_m);
-        return {start + first * 64, min(start + last * 64, end), column, expert};
+        const int band = inside / (TILE_ROWS * num_clusters);
+        inside -= band * TILE_ROWS * num_clusters;
+        const int rows = min(TILE_ROWS, num_m - band * TILE_ROWS);
+        const int column = inside / rows;
+        const int row = start + (band * TILE_ROWS + inside - column * rows) * BLOCK_M;
+        return {row, min(row + BLOCK_M, end), column * CLUSTER_N * BLOCK_N, expert};
     }
 
     __device__ __forceinline__ void run() const {
@@ -362,7 +355,11 @@ struct GroupedMath : Math {
                     if (!next.is_last()) prefetch(next.column, next.expert);
                 }
             });
-            dispatch(k_group + K_GROUPS, boundary, waves);
+            // As a constant where it can be: a choice in each block of K costs 5 % of the cycles.
+            if (waves == WAVES)
+                dispatch(k_group + K_GROUPS, boundary, Constant<WAVES>());
+            else
+                dispatch(k_group + K_GROUPS, boundary, waves);
             if (next.is_last()) {
 #pragma unroll
                 for (int wave = 0; wave < WAVES; ++wave) finish(wave, job, tile == 0, true);
