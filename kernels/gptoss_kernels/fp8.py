@@ -44,7 +44,7 @@ class Fp8Weight:
         return Fp8Weight(self.values[index], self.scale[index])
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
-        """values * scale, rounded once: [..., N, K]"""
+        """values * scale in fp32, then cast: [..., N, K]"""
         out = widen_values(self.values, torch.float32)
         scale = self.scale.repeat_interleave(BLOCK, dim=-2)[..., : self.shape[-2], :]
         for column in range(self.scale.shape[-1]):

@@ -74,12 +74,12 @@ def test_every_byte_widens_exactly(dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_dequantised_is_rounded_once(dtype: torch.dtype):
+def test_dequantised_is_the_product_in_fp32(dtype: torch.dtype):
     values = (random(2, 300, 320) * 50).to(E4M3)
     scale = random(2, 3, 3, seed=1).exp()
     weight = Fp8Weight(values, scale)
     out = weight.dequantise(dtype)
-    # 4 and 24 bits make 28: fp32 has one rounding to do, bf16 might be rounded twice.
+    # 4 and 24 bits make 28: fp32 rounds once, and bf16 what fp32 has rounded.
     exact = in_float64(weight)
     assert torch.equal(out, exact.float().to(dtype))
     assert torch.equal(weight[1].dequantise(dtype), out[1])
