@@ -300,11 +300,11 @@ def test_spread():
 
 
 def test_the_demo_answers_in_fp8_as_it_does_in_bf16():
-    """120 held-out problems, greedy: the share that is right moves by less than a point, which is
+    """105 held-out problems, greedy: the share that is right moves by less than a point, which is
     by one problem at most."""
-    chats = demo.held_out_chats()[:120]
+    chats = demo.held_out_chats()[:105]
     right = {mode: num_right(mode, chats) for mode in ("bf16", "fp8")}
-    assert right["bf16"] >= 114
+    assert right["bf16"] >= 100
     assert abs(right["fp8"] - right["bf16"]) / len(chats) < 0.01
 
 
