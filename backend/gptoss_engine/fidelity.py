@@ -257,13 +257,12 @@ def measure(
     record: Record, weights: Weights, passages: Sequence[Passage], ops: Operators, label: str
 ) -> Fidelity:
     """What `weights` make of the passages, beside the record of a reference."""
-    config, shape = record.config, record.residuals.shape[:2]
+    config = record.config
     hidden = torch.empty_like(record.hidden)
     free = _Comparer(ops, record, is_put_back=False)
     _read(config, weights, passages, free, hidden, label)
     put_back = _Comparer(ops, record, is_put_back=True)
     _read(config, weights, passages, put_back, None, f"{label}, layer by layer")
-    assert free.error.shape == put_back.error.shape == shape
     positions, next_ids = _asked(passages)
     columns = zip(
         *_tracked(
