@@ -42,8 +42,12 @@ class Tile:
     x_group = BLOCK
     partials = 1
     scale_rows = 64
-    fixed_bytes = 0
     source = "linear_fp8"
+
+    @property
+    def fixed_bytes(self) -> int:
+        """What a kernel wants of shared memory beside the ring and the sums."""
+        return 0
 
     @property
     def rows(self) -> int:

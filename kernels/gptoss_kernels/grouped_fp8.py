@@ -30,30 +30,40 @@ class GroupedTile(Tile):
     """A tile of one expert's rows, and what the kernel does with it.
 
     x_box: rows of x that one load brings, 64 or less where experts have few. x_group: columns of x
-    that share a scale. swiglu: what is stored.
+    that share a scale, out_group of what SwiGLU gives: 64, or 128 with cluster_n = 2. swiglu: what
+    is stored.
     """
 
     x_box: int = 64
     partials: int = 1
     x_group: int = BLOCK
     swiglu: bool = False
+    out_group: int = 64
 
     source = "grouped_fp8"
     scale_rows = 68  # a load begins at a multiple of 4, up to 3 rows above
-    fixed_bytes = _MAILBOX_BYTES + 4 * (MAXIMUM_EXPERTS + 1)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """The mailbox, the table of experts, and twice what the two of a cluster exchange."""
+        exchanged = 2 * self.rows // 64 * (64 * 4 + 8)
+        return _MAILBOX_BYTES + 4 * (MAXIMUM_EXPERTS + 2) + exchanged
 
     @property
     def defines(self) -> dict[str, int]:
         return {
             **super().defines,
             "SWIGLU": int(self.swiglu),
+            "OUT_GROUP": self.out_group,
             "X_BOX": self.x_box,
             "MAXIMUM_EXPERTS": MAXIMUM_EXPERTS,
             "COUNTERS": _COUNTERS,
         }
 
 
-def choose_tile(rows: int, num_experts: int, *, x_group: int, swiglu: bool) -> GroupedTile:
+def choose_tile(
+    rows: int, num_experts: int, *, x_group: int, swiglu: bool = False, out_group: int = 64
+) -> GroupedTile:
     """By the mean number of rows an expert: how they lie is known on the device alone.
 
     The limits lie between sizes that were timed on an H200 (tests/bench/bench_grouped.py).
@@ -61,11 +71,13 @@ def choose_tile(rows: int, num_experts: int, *, x_group: int, swiglu: bool) -> G
     if rows <= 32 and not swiglu:
         # So few experts have rows that 128 columns a tile would leave multiprocessors without one.
         return GroupedTile(96, m_groups=1, x_box=8, x_group=x_group, partials=2)
+    operator = {"x_group": x_group, "swiglu": swiglu, "out_group": out_group}
     if rows <= 32 * num_experts:
-        return GroupedTile(128, m_groups=1, x_box=8, x_group=x_group, swiglu=swiglu)
+        cluster_n = 2 if out_group == 128 else 1
+        return GroupedTile(128, m_groups=1, cluster_n=cluster_n, x_box=8, **operator)
     if rows <= 128 * num_experts:
-        return GroupedTile(128, cluster_n=2 if swiglu else 1, x_group=x_group, swiglu=swiglu)
-    return GroupedTile(128, waves=2, cluster_n=2, x_group=x_group, swiglu=swiglu)
+        return GroupedTile(128, cluster_n=2 if swiglu else 1, **operator)
+    return GroupedTile(128, waves=2, cluster_n=2, **operator)
 
 
 class Experts(ctypes.Structure):

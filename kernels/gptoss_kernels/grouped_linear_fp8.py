@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gptoss_kernels import grouped_fp8
 from gptoss_kernels.cuda import runtime
-from gptoss_kernels.fp8 import SWIGLU_GROUP
+from gptoss_kernels.fp8 import BLOCK
 from gptoss_kernels.gemm_fp8 import launch
 from gptoss_kernels.grouped_fp8 import GroupedTile
 
@@ -30,11 +30,11 @@ def grouped_linear_fp8(
     """The product in bf16 [R, N], written to `out` if it is given.
 
     Expert e owns the rows expert_start[e] : expert_start[e + 1]. `x` [R, K] e4m3; `x_scale` fp32
-    [R, ceil(K / 64)], laid out as gemm_fp8.empty_scale does; `expert_start` int32 [E + 1], from 0
-    to R, never falling; `weight` [E, N, K] e4m3; `weight_scale` fp32 [E, ceil(N / 128),
-    ceil(K / 128)]; `bias` [E, N] fp32. N a multiple of 8, K of 16. Raises ValueError on anything
-    else but the values of `expert_start`, which stay on the device, and runtime.CudaError where
-    there is no Hopper GPU.
+    [R, ceil(K / 64)] or [R, ceil(K / 128)], laid out as gemm_fp8.empty_scale does; `expert_start`
+    int32 [E + 1], from 0 to R, never falling; `weight` [E, N, K] e4m3; `weight_scale` fp32
+    [E, ceil(N / 128), ceil(K / 128)]; `bias` [E, N] fp32. N a multiple of 8, K of 16. Raises
+    ValueError on anything else but the values of `expert_start`, which stay on the device, and
+    runtime.CudaError where there is no Hopper GPU.
     """
     if out is None:
         shape = (x.shape[0], weight.shape[1])
@@ -51,6 +51,12 @@ def grouped_linear_fp8(
     return out
 
 
+def _group(x: Tensor, x_scale: Tensor) -> int:
+    """How many columns of x share a scale, by the shapes; 64 if neither fits."""
+    is_coarse = x.dim() == 2 and x_scale.shape[-1:] == (-(-x.shape[1] // BLOCK),)
+    return BLOCK if is_coarse else 64
+
+
 def _check(
     x: Tensor,
     x_scale: Tensor,
@@ -60,12 +66,16 @@ def _check(
     bias: Tensor,
     out: Tensor,
 ) -> None:
-    grouped_fp8.check_inputs(x, x_scale, expert_start, weight, weight_scale, bias, SWIGLU_GROUP)
+    group = _group(x, x_scale)
+    grouped_fp8.check_inputs(x, x_scale, expert_start, weight, weight_scale, bias, group)
     grouped_fp8.check_output("out", out, torch.bfloat16, (x.shape[0], weight.shape[1]), x)
 
 
 def _prepare(tile: GroupedTile | None, *tensors: Tensor) -> runtime.Launch:
     _check(*tensors)
     x, weight = tensors[0], tensors[3]
-    tile = tile or grouped_fp8.choose_tile(len(x), len(weight), x_group=SWIGLU_GROUP, swiglu=False)
+    group = _group(x, tensors[1])
+    tile = tile or grouped_fp8.choose_tile(len(x), len(weight), x_group=group)
+    if tile.x_group != group:
+        raise ValueError(f"{tile} is made for other groups than of {group}")
     return grouped_fp8.prepare(tile, *tensors)

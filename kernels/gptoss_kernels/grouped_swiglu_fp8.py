@@ -1,6 +1,6 @@
 """t = (x * x_scale) @ (weight[e] * weight_scale[e])^T + bias[e], e the expert of each row
 gate = min(t[0::2], limit);  up = clamp(t[1::2], -limit, limit)
-y = gate * sigmoid(alpha * gate) * (up + 1);  scale = max |y| / 448 of 64 columns;  out = y / scale
+y = gate * sigmoid(alpha * gate) * (up + 1);  scale = max |y| / 448 of a group;  out = y / scale
 
 FP8 (e4m3) in and out, all between in fp32: the first product of a mixture of experts. What it costs
 is in grouped_fp8.py; SwiGLU and the quantisation run beside the next tile's multiplications.
@@ -28,38 +28,41 @@ def grouped_swiglu_fp8(
     *,
     alpha: float,
     limit: float,
+    group: int = SWIGLU_GROUP,
     out: tuple[Tensor, Tensor] | None = None,
     tile: GroupedTile | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Values e4m3 [R, I] and their scale fp32 [R, ceil(I / 64)], written to `out` if it is given.
+    """Values e4m3 [R, I], scale fp32 [R, ceil(I / group)], written to `out` if it is given.
 
     Expert e owns the rows expert_start[e] : expert_start[e + 1]. `x` [R, H] e4m3; `x_scale` fp32
     [R, ceil(H / 128)]; `expert_start` int32 [E + 1], from 0 to R, never falling; `weight`
     [E, 2 I, H] e4m3, gate and up rows in turn; `weight_scale` fp32 [E, ceil(2 I / 128),
     ceil(H / 128)]; `bias` [E, 2 I] fp32. Both scales of activations are laid out as
-    gemm_fp8.empty_scale does. I and H multiples of 16. A group counts max |y| as at least 1e-10;
-    one with an inf or a NaN dequantises to NaN. Raises ValueError on anything else but the values
-    of `expert_start`, which stay on the device, and runtime.CudaError where there is no Hopper GPU.
+    gemm_fp8.empty_scale does. `group` is 64 or 128; I and H are multiples of 16. A group counts
+    max |y| as at least 1e-10; one with an inf or a NaN dequantises to NaN. Raises ValueError on
+    anything else but the values of `expert_start`, which stay on the device, and
+    runtime.CudaError where there is no Hopper GPU.
     """
     if out is None:
         shape = (x.shape[0], weight.shape[1] // 2)
         out = (
             torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device),
-            empty_scale(*shape, x.device, SWIGLU_GROUP),
+            empty_scale(*shape, x.device, group),
         )
     inputs = (x, x_scale, expert_start, weight, weight_scale, bias)
     if x.shape[0] == 0:
-        _check(*inputs, *out)
+        _check(group, *inputs, *out)
     else:
         launch(
-            ("grouped_swiglu_fp8", alpha, limit, tile),
+            ("grouped_swiglu_fp8", alpha, limit, group, tile),
             (*inputs, *out),
-            lambda: _prepare(tile, alpha, limit, *inputs, *out),
+            lambda: _prepare(tile, alpha, limit, group, *inputs, *out),
         )
     return out
 
 
 def _check(
+    group: int,
     x: Tensor,
     x_scale: Tensor,
     expert_start: Tensor,
@@ -71,16 +74,23 @@ def _check(
 ) -> None:
     grouped_fp8.check_inputs(x, x_scale, expert_start, weight, weight_scale, bias, BLOCK)
     rows, inner = x.shape[0], weight.shape[1] // 2
+    if group not in (64, 128):
+        raise ValueError(f"group must be 64 or 128, got {group}")
     if inner % 16:
         raise ValueError(f"I must be a multiple of 16, got {inner}")
     grouped_fp8.check_output("values", values, torch.float8_e4m3fn, (rows, inner), x)
-    grouped_fp8.check_output("scale", scale, torch.float32, (rows, -(-inner // SWIGLU_GROUP)), x)
+    grouped_fp8.check_output("scale", scale, torch.float32, (rows, -(-inner // group)), x)
 
 
 def _prepare(
-    tile: GroupedTile | None, alpha: float, limit: float, *tensors: Tensor
+    tile: GroupedTile | None, alpha: float, limit: float, group: int, *tensors: Tensor
 ) -> runtime.Launch:
-    _check(*tensors)
+    _check(group, *tensors)
     x, weight = tensors[0], tensors[3]
-    tile = tile or grouped_fp8.choose_tile(len(x), len(weight), x_group=BLOCK, swiglu=True)
+    if tile is None:
+        tile = grouped_fp8.choose_tile(
+            len(x), len(weight), x_group=BLOCK, swiglu=True, out_group=group
+        )
+    if tile.out_group != group:
+        raise ValueError(f"{tile} is made for other groups than of {group}")
     return grouped_fp8.prepare(tile, *tensors, alpha=alpha, limit=limit)

@@ -5,7 +5,8 @@
 Ours add the bias, and between the products SwiGLU and its quantisation; DeepGEMM's do neither, on
 rows padded to its alignment (contiguous) or with room for many rows an expert (masked, few tokens).
 Each token's four experts are random. The weights are larger than the L2 cache, and several sets of
-inputs take turns; times are medians of CUDA graph replays. `--parts` times each product alone too.
+inputs take turns; times are medians of CUDA graph replays. `--parts` times each product alone too,
+`--group` says how wide the groups behind SwiGLU are.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ HIDDEN = INNER = 2880
 TOP = 4
 TOKENS = (1, 8, 32, 128, 512, 2048, 8192, 32768)
 MASKED_TOKENS = 512  # up to here, DeepGEMM's masked product is tried too
-MODEL = {"alpha": 1.702, "limit": 7.0}
+ALPHA, LIMIT = 1.702, 7.0
 OURS = "ours"
 
 
@@ -66,7 +67,15 @@ class Weights:
 class Inputs:
     """One routing of `tokens` tokens, ours and padded as DeepGEMM wants it."""
 
-    def __init__(self, tokens: int, num_experts: int, alignment: int, has_masked: bool) -> None:
+    def __init__(
+        self,
+        tokens: int,
+        num_experts: int,
+        alignment: int,
+        has_masked: bool,
+        group: int = SWIGLU_GROUP,
+    ) -> None:
+        self.group = group
         chosen = torch.rand(tokens, num_experts, device="cuda").topk(TOP).indices
         counts = torch.bincount(chosen.flatten(), minlength=num_experts)
         self.rows_of_experts = counts.tolist()
@@ -74,7 +83,7 @@ class Inputs:
         self.start = torch.zeros(num_experts + 1, device="cuda", dtype=torch.int32)
         self.start[1:] = counts.cumsum(0)
         self.x, self.x_scale = random_fp8(rows, HIDDEN), self.scales(rows, HIDDEN, 128)
-        self.middle = (random_fp8(rows, INNER), self.scales(rows, INNER, SWIGLU_GROUP))
+        self.middle = (random_fp8(rows, INNER), self.scales(rows, INNER, group))
         self.out = torch.empty(rows, HIDDEN, device="cuda", dtype=torch.bfloat16)
         padded = -(-counts // alignment) * alignment
         self.indices = torch.arange(num_experts, device="cuda").repeat_interleave(padded).int()
@@ -112,7 +121,9 @@ def ours(
         return grouped_swiglu_fp8(
             *(one.x, one.x_scale, one.start),
             *(weights.w13, weights.w13_scale, weights.w13_bias),
-            **MODEL,
+            alpha=ALPHA,
+            limit=LIMIT,
+            group=one.group,
             out=one.middle,
             tile=first,
         )
@@ -175,6 +186,7 @@ def main() -> None:
     parser.add_argument("--model", choices=EXPERTS, default="120b")
     parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
     parser.add_argument("--parts", action="store_true")
+    parser.add_argument("--group", type=int, choices=(64, 128), default=SWIGLU_GROUP)
     parser.add_argument("--commit", default=command_output("git", "rev-parse", "--short", "HEAD"))
     arguments = parser.parse_args()
 
@@ -186,7 +198,7 @@ def main() -> None:
     for tokens in arguments.tokens:
         has_masked = library is not None and tokens <= MASKED_TOKENS
         inputs = [
-            Inputs(tokens, num_experts, alignment, has_masked)
+            Inputs(tokens, num_experts, alignment, has_masked, arguments.group)
             for _ in range(8 if tokens <= 2048 else 2)
         ]
         pairs = {OURS: ours(weights)}
@@ -201,9 +213,16 @@ def main() -> None:
                 calls |= {f"w13 {name}": pair[0], f"w2 {name}": pair[1]}
         times = time_calls(calls, inputs)
         operations = 6 * tokens * TOP * HIDDEN * INNER
-        print(f"{arguments.model}, {tokens} tokens, both products")
-        print_ranked(times, operations)
+        print(f"{arguments.model}, {tokens} tokens, both products, groups of {arguments.group}")
         parts = {name: values for name, values in times.items() if name.startswith("w")}
+        print_ranked(
+            {name: values for name, values in times.items() if name not in parts}, operations
+        )
+        for part, share in (("w13", 2 / 3), ("w2", 1 / 3)):
+            print_ranked(
+                {name: values for name, values in parts.items() if name.startswith(part)},
+                operations * share,
+            )
         line = {
             **result_line(
                 "moe_gemm",
@@ -214,6 +233,7 @@ def main() -> None:
             ),
             "model": arguments.model,
             "tokens": tokens,
+            "swiglu_group": arguments.group,
             "parts_ms": {name: round(values[1], 6) for name, values in parts.items()},
             "floor_ms": round(floor_ms(operations, measured_bytes(inputs[0])), 6),
             "tflops": round(operations / times[OURS][1] / 1e9, 1),

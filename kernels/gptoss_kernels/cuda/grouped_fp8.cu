@@ -8,7 +8,9 @@
 // SWIGLU = 0: out[R, N] = t in bf16. SWIGLU = 1: columns 2 i and 2 i + 1 are gate and up, and
 //
 //     y = gate * sigmoid(alpha * gate) * (up + 1), gate at most limit, up within +-limit
-//     out_scale[i / 64, R] = max |y| / 448 over 64 columns, out[R, N / 2] = y / out_scale in e4m3
+//     out_scale[i / G, R] = max |y| / 448 over G columns, out[R, N / 2] = y / out_scale in e4m3
+//
+// with G = OUT_GROUP. Of 128, both blocks of a cluster have half and tell each other their maxima.
 //
 // One warp of each cluster hands out tiles (`schedule`): it alone knows how the rows lie. A tile is
 // taken when the one before it begins, since tiles differ in height. Each block's producer and math
@@ -19,17 +21,23 @@
 // What a tile loads beyond its expert's rows or columns is its neighbours'; it is multiplied, and
 // not stored.
 //
-// Defined by whoever compiles this, beside what gemm_fp8.cuh wants: SWIGLU, X_BOX (rows of x that
-// one load brings), MAXIMUM_EXPERTS, COUNTERS.
+// Defined by whoever compiles this, beside what gemm_fp8.cuh wants: SWIGLU, OUT_GROUP, X_BOX (rows
+// of x that one load brings), MAXIMUM_EXPERTS, COUNTERS.
 
 constexpr int JOB_OFFSET = FIXED_OFFSET;
 constexpr int JOB_FULL_OFFSET = JOB_OFFSET + 16;
 constexpr int JOB_EMPTY_OFFSET = JOB_FULL_OFFSET + 8;
 constexpr int TABLE_OFFSET = JOB_EMPTY_OFFSET + 8;  // first tile of each expert, and their number
-static_assert(TABLE_OFFSET + (MAXIMUM_EXPERTS + 1) * 4 <= FIXED_OFFSET + FIXED_BYTES,
+constexpr int CHUNKS = BLOCK_M / 64;
+constexpr int AMAX_FULL_OFFSET = (TABLE_OFFSET + (MAXIMUM_EXPERTS + 1) * 4 + 7) / 8 * 8;
+constexpr int AMAX_OFFSET = AMAX_FULL_OFFSET + 2 * CHUNKS * 8;
+constexpr int AMAX_BYTES = 64 * 4;  // of one chunk of rows
+static_assert(AMAX_OFFSET + 2 * CHUNKS * AMAX_BYTES <= FIXED_OFFSET + FIXED_BYTES,
               "the launch gives too little memory");
+static_assert(OUT_GROUP == 64 || (OUT_GROUP == 128 && CLUSTER_N == 2),
+              "a group lies in one block or in the two of a cluster");
 static_assert(CLUSTER_M == 1, "experts have too few rows for two blocks along M");
-static_assert(!SWIGLU || BLOCK_N == 128, "a tile's outputs are one group of the quantisation");
+static_assert(!SWIGLU || BLOCK_N == 128, "a tile has 64 outputs: a group or half of one");
 static_assert(X_BOX % 8 == 0 && 64 % X_BOX == 0, "a load fills whole swizzle atoms");
 
 struct Experts {
@@ -101,6 +109,7 @@ struct Mailbox {
             job.row_end = same_in_warp(job.row_end);
             job.column = same_in_warp(job.column);
             job.expert = same_in_warp(job.expert);
+            __syncwarp();  // all lanes have read
             if (threadIdx.x % 32 == 0) empty(shared);
         }
         return job;
@@ -261,6 +270,7 @@ __device__ __forceinline__ void produce(uint32_t shared, const TensorMap* x_map,
 struct GroupedMath : Math {
     const Experts& experts;
     Mailbox mailbox;
+    int num_exchanges[WAVES] = {};
 
     __device__ __forceinline__ GroupedMath(uint32_t shared, const Arguments& arguments,
                                            const Experts& experts, int group)
@@ -273,16 +283,40 @@ struct GroupedMath : Math {
         return (job.chunks() - m_group + M_GROUPS - 1) / M_GROUPS;
     }
 
+    // Whether this block has whole groups: of 64, or of columns that are left alone.
+    __device__ __forceinline__ bool has_whole_groups(const Job& job) const {
+        if constexpr (OUT_GROUP == 64) return true;
+        const int num_columns = (arguments.N + BLOCK_N - 1) / BLOCK_N;
+        return num_columns % CLUSTER_N != 0 && job.column / BLOCK_N == num_columns - 1;
+    }
+
+    // Of two rows, 8 apart: with what the other block found in its columns. Two buffers in turn: the
+    // other block can be one tile ahead of a warp here, and not two.
+    __device__ __forceinline__ void exchange(int wave, float (&amax)[2]) {
+        const int turn = num_exchanges[wave]++;
+        const int buffer = turn % 2 * CHUNKS + m_group + wave * M_GROUPS;
+        const uint32_t full = shared + AMAX_FULL_OFFSET + buffer * 8;
+        const uint32_t address =
+            shared + AMAX_OFFSET + buffer * AMAX_BYTES + row_in_block % 64 * 4;
+        if (lane % 4 == 0) {
+            send_shared(address, full, cluster_rank() ^ 1, amax[0]);
+            send_shared(address + 8 * 4, full, cluster_rank() ^ 1, amax[1]);
+        }
+        barrier_wait(full, turn / 2 % 2);
+        amax[0] = max_nan(amax[0], load_shared(address));
+        amax[1] = max_nan(amax[1], load_shared(address + 8 * 4));
+        if (threadIdx.x % 128 == 0) barrier_expect(full, AMAX_BYTES);  // the one after the next
+    }
+
     // The lanes of a quad hold a row's gate and up of output 4 i + lane % 4 in promoted 4 i and
     // 4 i + 1, of the row 8 below in the next two.
     __device__ __forceinline__ void store_swiglu(int wave, const Job& job) {
         const int quad_lane = lane % 4;
         const int num_outputs = (arguments.N - job.column) / 2;  // fewer than 64 in the last tile
-        unsigned char* bytes = reinterpret_cast<unsigned char*>(arguments.out);
+        float y[2][16];
+        float amax[2] = {};
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            float y[16];
-            float amax = 0;
 #pragma unroll
             for (int i = 0; i < 16; ++i) {
                 const float gate = min_nan(promoted[wave][4 * i + 2 * half], experts.limit);
@@ -290,30 +324,38 @@ struct GroupedMath : Math {
                     max_nan(min_nan(promoted[wave][4 * i + 2 * half + 1], experts.limit),
                             -experts.limit);
                 const float swish = gate * logistic2(experts.exponent_scale * gate);
-                y[i] = swish * up + swish;
-                if (4 * i < num_outputs) amax = max_nan(amax, fabsf(y[i]));
+                y[half][i] = swish * up + swish;
+                if (4 * i < num_outputs) amax[half] = max_nan(amax[half], fabsf(y[half][i]));
             }
-            amax = max_nan(amax, __shfl_xor_sync(0xFFFFFFFF, amax, 1));
-            amax = max_nan(amax, __shfl_xor_sync(0xFFFFFFFF, amax, 2));
-            amax = max_nan(amax, 1e-10f);
-            const float inverse = 448.f / amax;
+            amax[half] = max_nan(amax[half], __shfl_xor_sync(0xFFFFFFFF, amax[half], 1));
+            amax[half] = max_nan(amax[half], __shfl_xor_sync(0xFFFFFFFF, amax[half], 2));
+        }
+        const bool is_whole = has_whole_groups(job);
+        if (!is_whole) exchange(wave, amax);
+        const bool has_scale = is_whole || cluster_rank() == 0;
+
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float at_least = max_nan(amax[half], 1e-10f);
+            const float inverse = 448.f / at_least;
             uint32_t words[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                words[i] = pack_e4m3(y[4 * i] * inverse, y[4 * i + 1] * inverse,
-                                     y[4 * i + 2] * inverse, y[4 * i + 3] * inverse);
+                words[i] = pack_e4m3(y[half][4 * i] * inverse, y[half][4 * i + 1] * inverse,
+                                     y[half][4 * i + 2] * inverse, y[half][4 * i + 3] * inverse);
             transpose_bytes_in_quad(words, quad_lane);
 
             const int row = job.row + row_in_block + wave * M_GROUPS * 64 + half * 8;
             if (row < job.row_end) {
-                const int group = job.column / 128;
+                unsigned char* out = reinterpret_cast<unsigned char*>(arguments.out) +
+                                     static_cast<long long>(row) * arguments.out_stride;
                 if (16 * quad_lane < num_outputs)
-                    store_global(bytes + static_cast<long long>(row) * arguments.out_stride +
-                                     group * 64 + quad_lane * 16,
-                                 words);
-                if (quad_lane == 0)
-                    experts.out_scale[static_cast<long long>(group) * experts.out_scale_stride +
-                                      row] = amax * (1.f / 448.f);
+                    store_global(out + job.column / 2 + quad_lane * 16, words);
+                if (quad_lane == 0 && has_scale) {
+                    const long long group = job.column / 2 / OUT_GROUP;
+                    experts.out_scale[group * experts.out_scale_stride + row] =
+                        at_least * (1.f / 448.f);
+                }
             }
         }
     }
@@ -385,8 +427,14 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         init_ring(shared);
         barrier_init(shared + JOB_FULL_OFFSET, 1);
         barrier_init(shared + JOB_EMPTY_OFFSET, CLUSTER * (MATH_GROUPS * 4 + 1));
+        if constexpr (OUT_GROUP == 128)
+            for (int i = 0; i < 2 * CHUNKS; ++i)
+                barrier_init(shared + AMAX_FULL_OFFSET + i * 8, 1);
         barrier_init_fence();
         Mailbox::expect(shared);
+        if constexpr (OUT_GROUP == 128)
+            for (int i = 0; i < 2 * CHUNKS; ++i)
+                barrier_expect(shared + AMAX_FULL_OFFSET + i * 8, AMAX_BYTES);
     }
     CLUSTER > 1 ? cluster_sync() : __syncthreads();
 

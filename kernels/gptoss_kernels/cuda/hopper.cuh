@@ -120,7 +120,20 @@ __device__ __forceinline__ void load_shared(uint32_t address, int& a, int& b, in
                  : "memory");
 }
 
-// Into the shared memory of a block of the cluster; counts 16 bytes at its barrier.
+// Into the shared memory of a block of the cluster; counts its bytes at the barrier there.
+__device__ __forceinline__ void send_shared(uint32_t address, uint32_t barrier, uint32_t cta,
+                                            float value) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 remote, remote_barrier;\n"
+        "mapa.shared::cluster.u32 remote, %0, %2;\n"
+        "mapa.shared::cluster.u32 remote_barrier, %1, %2;\n"
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [remote], %3, [remote_barrier];\n"
+        "}" ::"r"(address),
+        "r"(barrier), "r"(cta), "f"(value)
+        : "memory");
+}
+
 __device__ __forceinline__ void send_shared(uint32_t address, uint32_t barrier, uint32_t cta,
                                             int a, int b, int c, int d) {
     asm volatile(
