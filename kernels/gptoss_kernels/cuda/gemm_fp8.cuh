@@ -15,9 +15,9 @@
 //
 // Defined by whoever compiles this: BLOCK_N, STAGES, CLUSTER_M, CLUSTER_N, M_GROUPS, K_GROUPS,
 // WAVES (of 64 rows, one after the other, in each warpgroup), X_GROUP (how many of K share a scale
-// of x: 128 or 64), PARTIALS (2: one is promoted while the next is multiplied), SCALE_ROWS (how many
-// scales are loaded for 64 rows), TILE_ROWS, FIXED_BYTES (of shared memory, beside the ring and the
-// sums), SHARED_BYTES.
+// of x: 128 or 64), PARTIALS (2: one is promoted while the next is multiplied), SCALE_ROWS (how
+// many scales are loaded for 64 rows), TILE_ROWS, FIXED_BYTES (of shared memory, for what the
+// kernel adds), SHARED_BYTES.
 
 constexpr int BLOCK_K = 128;
 constexpr int BLOCK_M = 64 * M_GROUPS * WAVES;

@@ -37,6 +37,7 @@ static_assert(AMAX_OFFSET + 2 * CHUNKS * AMAX_BYTES <= FIXED_OFFSET + FIXED_BYTE
 static_assert(OUT_GROUP == 64 || (OUT_GROUP == 128 && CLUSTER_N == 2),
               "a group lies in one block or in the two of a cluster");
 static_assert(CLUSTER_M == 1, "experts have too few rows for two blocks along M");
+static_assert(K_GROUPS == 1, "sums are not handed over here");
 static_assert(!SWIGLU || BLOCK_N == 128, "a tile has 64 outputs: a group or half of one");
 static_assert(X_BOX % 8 == 0 && 64 % X_BOX == 0, "a load fills whole swizzle atoms");
 
@@ -290,8 +291,8 @@ struct GroupedMath : Math {
         return num_columns % CLUSTER_N != 0 && job.column / BLOCK_N == num_columns - 1;
     }
 
-    // Of two rows, 8 apart: with what the other block found in its columns. Two buffers in turn: the
-    // other block can be one tile ahead of a warp here, and not two.
+    // Of two rows, 8 apart: with what the other block found in its columns. Two buffers in turn:
+    // the other block can be one tile ahead of a warp here, and not two.
     __device__ __forceinline__ void exchange(int wave, float (&amax)[2]) {
         const int turn = num_exchanges[wave]++;
         const int buffer = turn % 2 * CHUNKS + m_group + wave * M_GROUPS;
@@ -360,12 +361,7 @@ struct GroupedMath : Math {
         }
     }
 
-    __device__ __forceinline__ void finish(int wave, const Job& job, bool is_first, bool is_last) {
-        if (k_group != 0) {
-            hand_over(is_first);
-            return;
-        }
-        take_over(is_last);
+    __device__ __forceinline__ void finish(int wave, const Job& job) {
         if (wave >= waves_of(job)) return;
         if constexpr (SWIGLU)
             store_swiglu(wave, job);
@@ -380,15 +376,14 @@ struct GroupedMath : Math {
         prefetch(next.column, next.expert);
 #pragma unroll
         for (int wave = 0; wave < WAVES; ++wave) start(wave);
-        ring.advance(k_group);
         for (int tile = 0; !next.is_last(); ++tile) {
             const auto boundary = boundary_of(next.column);
             const int waves = waves_of(next);
             first_scale = next.row % 4;
             // All waves, also those without rows: what they have left is stored meanwhile.
-            block(k_group, boundary, Constant<WAVES>(), [&](int wave) {
+            block(0, boundary, Constant<WAVES>(), [&](int wave) {
                 if (tile != 0) {
-                    finish(wave, job, tile == 1, false);
+                    finish(wave, job);
                     start(wave);
                 }
                 if (wave == WAVES - 1) {
@@ -399,12 +394,12 @@ struct GroupedMath : Math {
             });
             // As a constant where it can be: a choice in each block of K costs 5 % of the cycles.
             if (waves == WAVES)
-                dispatch(k_group + K_GROUPS, boundary, Constant<WAVES>());
+                dispatch(1, boundary, Constant<WAVES>());
             else
-                dispatch(k_group + K_GROUPS, boundary, waves);
+                dispatch(1, boundary, waves);
             if (next.is_last()) {
 #pragma unroll
-                for (int wave = 0; wave < WAVES; ++wave) finish(wave, job, tile == 0, true);
+                for (int wave = 0; wave < WAVES; ++wave) finish(wave, job);
             }
         }
     }

@@ -128,7 +128,8 @@ __device__ __forceinline__ void send_shared(uint32_t address, uint32_t barrier, 
         ".reg .b32 remote, remote_barrier;\n"
         "mapa.shared::cluster.u32 remote, %0, %2;\n"
         "mapa.shared::cluster.u32 remote_barrier, %1, %2;\n"
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [remote], %3, [remote_barrier];\n"
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [remote], %3,"
+        " [remote_barrier];\n"
         "}" ::"r"(address),
         "r"(barrier), "r"(cta), "f"(value)
         : "memory");
