@@ -41,11 +41,10 @@ from torch import Tensor
 
 INDEX_FILE = "model.safetensors.index.json"
 CHECKSUMS_FILE = "SHA256SUMS"
-FLUSHED_BYTES = 2**27  # at once to the disk, at least
+FLUSHED_BYTES = 2**26  # at once to the disk, at least
 SPARE_BYTES = 64 * 2**20  # left free on the disk, for folders and small files
 
-# safetensors' names. Files hold their tensors in this order, so that all lie on multiples of their
-# element's size.
+# safetensors' names, and its order of tensors: each then lies on a multiple of its element's size.
 _DTYPES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -53,6 +52,7 @@ _DTYPES = {
     torch.uint8: "U8",
 }
 _ORDER = list(_DTYPES)
+_HASHED_AT_ONCE = 2**20
 
 
 class CannotWrite(RuntimeError):
@@ -180,12 +180,12 @@ def _plan(groups: Sequence[TensorGroup], shard_bytes: int) -> list[_File]:
 
 def _file(name: str, groups: list[TensorGroup]) -> _File:
     tensors = [each for group in groups for each in group.tensors.items()]
+    if not _are_aligned(tensors):
+        tensors.sort(key=lambda each: (_ORDER.index(each[1][0]), each[0]))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begins: dict[str, int] = {}
     end = 0
-    for tensor, (dtype, shape) in sorted(
-        tensors, key=lambda item: (_ORDER.index(item[1][0]), item[0])
-    ):
+    for tensor, (dtype, shape) in tensors:
         assert tensor not in begins, f"{tensor} is in two groups"
         begins[tensor], end = end, end + prod(shape) * dtype.itemsize
         header[tensor] = {
@@ -198,6 +198,19 @@ def _file(name: str, groups: list[TensorGroup]) -> _File:
     text = struct.pack("<Q", len(text)) + text
     offsets = {tensor: len(text) + begin for tensor, begin in begins.items()}
     return _File(name, tuple(groups), text, offsets, end)
+
+
+def _are_aligned(tensors: list[tuple[str, tuple[torch.dtype, tuple[int, ...]]]]) -> bool:
+    """Whether each lies on a multiple of its element's size, all in the order of their making.
+
+    Then a file grows without gaps, and its checksum is computed meanwhile.
+    """
+    end = 0
+    for _, (dtype, shape) in tensors:
+        if end % dtype.itemsize:
+            return False
+        end += prod(shape) * dtype.itemsize
+    return True
 
 
 def _digest(plan: list[_File]) -> str:
@@ -245,12 +258,11 @@ class _Folder:
             if path.name not in self.finished:
                 path.unlink()
 
-    def finish(self, name: str, notes: list[Any]) -> None:
+    def finish(self, name: str, notes: list[Any], output: "_Output") -> None:
         """The file's bytes are all written: makes them durable, and the record of it."""
-        path = self.content / name
-        with path.open("rb") as file:
+        with (self.content / name).open("rb") as file:
             os.fsync(file.fileno())
-            checksum = hashlib.file_digest(file, "sha256").hexdigest()
+            checksum = output.checksum(file.fileno())
         _sync_folder(self.content)
         self.finished[name] = {"sha256": checksum, "notes": notes}
         _write_durably(self._record, _json(self.finished))
@@ -294,19 +306,22 @@ def _write_tensors(plan: list[_File], folder: _Folder, description: str) -> None
                 notes = _write_file(file, output, partial(progress.advance, task))
             if finishing:
                 finishing.result()
-            finishing = executor.submit(folder.finish, file.name, notes)
+            finishing = executor.submit(folder.finish, file.name, notes, output)
         if finishing:
             finishing.result()
 
 
 class _Output:
-    """An open file, whose bytes go to the disk while others are made, not all at the end."""
+    """A file whose bytes go to the disk, and into its checksum, while others are made."""
 
     def __init__(self, path: Path, executor: ThreadPoolExecutor) -> None:
-        self._file = path.open("wb", buffering=0)
+        self._file = path.open("w+b", buffering=0)
         self._executor = executor
         self._flushing: Future[None] | None = None
         self._num_unflushed = 0
+        self._end = 0  # up to here no byte is missing
+        self._num_hashed = 0
+        self._hash = hashlib.sha256()
 
     def __enter__(self) -> "_Output":
         return self
@@ -316,15 +331,33 @@ class _Output:
             self._finish_flushing()
 
     def write(self, position: int, content: Any) -> None:
-        descriptor, view = self._file.fileno(), memoryview(content)
+        view = memoryview(content)
         self._num_unflushed += len(view)
+        if position == self._end:
+            self._end += len(view)
         while view:
-            count = os.pwrite(descriptor, view, position)
+            count = os.pwrite(self._file.fileno(), view, position)
             view, position = view[count:], position + count
         if self._num_unflushed >= FLUSHED_BYTES and (not self._flushing or self._flushing.done()):
             self._finish_flushing()
-            self._flushing = self._executor.submit(os.fdatasync, descriptor)
+            self._flushing = self._executor.submit(self._flush, self._end)
             self._num_unflushed = 0
+
+    def checksum(self, descriptor: int) -> str:
+        """Of the whole file, of which all is written."""
+        self._update_hash(descriptor, os.fstat(descriptor).st_size)
+        return self._hash.hexdigest()
+
+    def _flush(self, end: int) -> None:
+        os.fdatasync(self._file.fileno())
+        self._update_hash(self._file.fileno(), end)
+
+    def _update_hash(self, descriptor: int, end: int) -> None:
+        while self._num_hashed < end:
+            count = min(end - self._num_hashed, _HASHED_AT_ONCE)
+            content = os.pread(descriptor, count, self._num_hashed)
+            self._hash.update(content)
+            self._num_hashed += len(content)
 
     def _finish_flushing(self) -> None:
         if self._flushing:

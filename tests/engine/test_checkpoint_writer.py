@@ -1,6 +1,7 @@
 """Folders of tensors: their bytes, and what is left when writing ends early in any way."""
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -83,6 +84,33 @@ def test_files_are_those_that_safetensors_itself_writes(tmp_path: Path) -> None:
         save_file(tensors, tmp_path / "expected", metadata={"format": "pt"})
         name = f"model-0000{number}-of-00003.safetensors"
         assert (tmp_path / "t" / name).read_bytes() == (tmp_path / "expected").read_bytes()
+
+
+def test_tensors_that_are_aligned_lie_in_the_order_of_their_making(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_writer, "FLUSHED_BYTES", 64)  # checksums grow with their files
+    tensors = {
+        "z.weight": torch.arange(64.0).view(8, 8).to(torch.float8_e4m3fn),
+        "z.weight_scale": torch.tensor([[0.5]]),
+        "a": torch.arange(50.0).bfloat16(),
+        "m": torch.arange(90.0).view(9, 10),
+    }
+    groups = [
+        TensorGroup({name: (tensor.dtype, (*tensor.shape,))}, lambda tensor=tensor: tensor.split(3))
+        for name, tensor in tensors.items()
+    ]
+    write(tmp_path / "t", groups=groups, shard_bytes=10**6)
+    path = tmp_path / "t" / "model.safetensors"
+    content = path.read_bytes()
+    begin = 8 + int.from_bytes(content[:8], "little")
+    assert begin % 8 == 0
+    header = json.loads(content[8:begin])
+    assert [name for name in header if name != "__metadata__"] == [*tensors]
+    for name, tensor in load_file(path).items():
+        assert torch.equal(tensor.float(), tensors[name].float()), name
+        assert header[name]["data_offsets"][0] % tensor.element_size() == 0
+    assert hashlib.sha256(content).hexdigest() in (tmp_path / "t" / "SHA256SUMS").read_text()
 
 
 def test_index_and_checksums_fit_the_files(tmp_path: Path) -> None:
