@@ -16,7 +16,6 @@ import json
 import os
 import shutil
 import struct
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -29,15 +28,9 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 from torch import Tensor
+
+from gptoss_engine.progress import progress_bar
 
 INDEX_FILE = "model.safetensors.index.json"
 CHECKSUMS_FILE = "SHA256SUMS"
@@ -276,20 +269,6 @@ def _check_room(target: Path, plan: list[_File], folder: _Folder) -> None:
             f"{target} needs {decimal(missing)} more and {decimal(SPARE_BYTES)} to spare, and "
             f"{decimal(free)} are free on its disk"
         )
-
-
-def progress_bar() -> Progress:
-    """Of bytes, with their rate and the time left; on a terminal alone."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        disable=not sys.stderr.isatty(),
-        transient=True,
-    )
 
 
 def _write_tensors(plan: list[_File], folder: _Folder, description: str) -> None:

@@ -28,6 +28,7 @@ from gptoss_engine.config import InvalidConfig
 from gptoss_engine.demo import HeldOutChat
 from gptoss_engine.engine import Engine
 from gptoss_engine.kv_cache import KVCache
+from gptoss_engine.loading import load_weights
 from gptoss_engine.model import GptOss
 from gptoss_engine.model_config import InvalidCheckpoint, ModelConfig
 from gptoss_engine.sequence import PageTables, ScheduledItem, ScheduledStep
@@ -196,11 +197,11 @@ def compare(
     config = source.config
     check_size(config, sum(len(passage.token_ids) for passage in passages), dtype)
     record = Record.make(
-        config, Weights.load(source, against, dtype, device), passages, ops, against
+        config, load_weights(source, against, dtype, device), passages, ops, against
     )
     if device.type == "cuda":
         torch.cuda.empty_cache()  # or the reference's memory counts as taken
-    return measure(record, Weights.load(source, weights, dtype, device), passages, ops, weights)
+    return measure(record, load_weights(source, weights, dtype, device), passages, ops, weights)
 
 
 def check_size(config: ModelConfig, num_tokens: int, dtype: torch.dtype) -> None:

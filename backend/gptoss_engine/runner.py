@@ -11,6 +11,7 @@ from gptoss_engine.batch import Batch, Sampling
 from gptoss_engine.checkpoint import Checkpoint, checkpoint_folder
 from gptoss_engine.config import EngineConfig, InvalidConfig
 from gptoss_engine.kv_cache import KVCache, PageCounts, max_model_len
+from gptoss_engine.loading import load_weights
 from gptoss_engine.model import GptOss
 from gptoss_engine.model_config import ModelConfig
 from gptoss_engine.sequence import ScheduledStep, StepOutput
@@ -137,12 +138,12 @@ def load_runner(config: EngineConfig) -> Runner:
     Raises InvalidCheckpoint or InvalidConfig, with a sentence, when they do not fit together.
     """
     started = time.monotonic()
-    device = _device(config)
-    dtype = _dtype(config, device)
-    source = _source(config)
-    mode = _weight_mode(config, source)
+    device = choose_device(config)
+    dtype = choose_dtype(config, device)
+    source = open_source(config)
+    mode = choose_weight_mode(config, source)
     pages = PageCounts.derive(config, source.config, dtype)
-    weights = Weights.load(source, mode, dtype, device)
+    weights = load_weights(source, mode, dtype, device)
     runner = Runner(source.config, weights, config, pages.full, pages.window)
     log.info(
         "loaded %s on %s, weights %s, all else %s, in %.1f s: %d pages for full layers, %d for "
@@ -153,7 +154,8 @@ def load_runner(config: EngineConfig) -> Runner:
     return runner
 
 
-def _source(config: EngineConfig) -> TensorSource:
+def open_source(config: EngineConfig) -> TensorSource:
+    """The checkpoint, or the random weights, that the configuration names."""
     if config.random_weights:
         from gptoss_engine.random_checkpoint import RandomCheckpoint
 
@@ -161,20 +163,23 @@ def _source(config: EngineConfig) -> TensorSource:
     return Checkpoint(checkpoint_folder(config.model))
 
 
-def _weight_mode(config: EngineConfig, source: TensorSource) -> WeightMode:
+def choose_weight_mode(config: EngineConfig, source: TensorSource) -> WeightMode:
+    """auto: as the experts are stored, MXFP4 as bf16."""
     if config.weights == "auto":
         return "fp8" if source.form("layers.0.w13") == "fp8" else "bf16"
     return config.weights
 
 
-def _device(config: EngineConfig) -> torch.device:
+def choose_device(config: EngineConfig) -> torch.device:
+    """auto: a GPU where there is one."""
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
         raise InvalidConfig("device must be auto or cpu here, got cuda: no CUDA device was found")
     return torch.device("cuda" if config.device != "cpu" and available else "cpu")
 
 
-def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
+def choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
+    """Of activations and dense weights; auto: float32 on a CPU, bfloat16 on a GPU."""
     if config.dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gptoss_engine.checkpoint import Checkpoint, InvalidCheckpoint
-from gptoss_engine.checkpoint_writer import CHECKSUMS_FILE, progress_bar
+from gptoss_engine.checkpoint_writer import CHECKSUMS_FILE
 from gptoss_engine.convert import (
     DEFAULT_OPTIONS,
     REPORT_FILE,
@@ -23,6 +23,7 @@ from gptoss_engine.convert import (
     target_tensors,
 )
 from gptoss_engine.model_config import read_json
+from gptoss_engine.progress import progress_bar
 from gptoss_engine.tensor_source import (
     EXPERTS,
     Mxfp4Blocks,

@@ -34,7 +34,7 @@ def workers() -> Iterator[ThreadPoolExecutor]:
     _keep_freed_memory()
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    executor = ThreadPoolExecutor(_num_workers(), "convert")
+    executor = ThreadPoolExecutor(_num_workers(), "worker")
     try:
         yield executor
     finally:

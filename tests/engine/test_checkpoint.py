@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gptoss_engine.checkpoint import Checkpoint, InvalidCheckpoint, describe
+from gptoss_engine.loading import load_weights
 from gptoss_engine.tensor_source import EXPERTS, to_dense
-from gptoss_engine.weights import Weights
 
 from ..tiny_checkpoint import (
     TinyCheckpoint,
@@ -175,7 +175,7 @@ def test_a_scale_that_is_not_a_number_is_refused(
 
     checkpoint = Checkpoint(damaged(tiny_checkpoint.folders[layout], tmp_path / "here", change))
     with pytest.raises(InvalidCheckpoint, match=r"scales holds a scale byte of 255"):
-        Weights.load(checkpoint, "bf16", torch.float32, torch.device("cpu"))
+        load_weights(checkpoint, "bf16", torch.float32, torch.device("cpu"))
 
 
 def test_widths_that_no_block_divides_are_refused(tiny_checkpoint: TinyCheckpoint, tmp_path: Path):
@@ -333,7 +333,7 @@ def test_an_fp8_value_that_is_no_number_is_refused(tmp_path: Path, name: str, by
 
     checkpoint = Checkpoint(damaged(write_converted(tmp_path / "whole"), tmp_path / "here", change))
     with pytest.raises(InvalidCheckpoint) as refused:
-        Weights.load(checkpoint, "fp8", torch.float32, torch.device("cpu"))
+        load_weights(checkpoint, "fp8", torch.float32, torch.device("cpu"))
     assert str(refused.value) == (
         f"{tmp_path / 'here'}: {name} holds an FP8 value that is not a number: the file is damaged"
     )

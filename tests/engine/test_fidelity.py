@@ -17,6 +17,7 @@ from gptoss_engine.config import EngineConfig, InvalidConfig
 from gptoss_engine.engine import Engine
 from gptoss_engine.fidelity import Fidelity, Passage, Record, Spread
 from gptoss_engine.kv_cache import PageCounts
+from gptoss_engine.loading import load_weights
 from gptoss_engine.model_config import InvalidCheckpoint, ModelConfig
 from gptoss_engine.runner import Runner
 from gptoss_engine.tensor_source import WeightMode
@@ -33,7 +34,7 @@ OPS = ops.load("reference")
 
 
 def load(folder: Path, mode: WeightMode = "bf16") -> Weights:
-    return Weights.load(Checkpoint(folder), mode, torch.float32, CPU)
+    return load_weights(Checkpoint(folder), mode, torch.float32, CPU)
 
 
 def compared(passages: list[Passage], folder: Path, mode: WeightMode, against: WeightMode):
@@ -327,7 +328,7 @@ def num_right(
 ) -> int:
     source = Checkpoint(demo.checkpoint_folder())
     config = EngineConfig(weights=mode, device="cpu", max_num_seqs=len(chats))
-    weights = Weights.load(source, mode, torch.float32, CPU)
+    weights = load_weights(source, mode, torch.float32, CPU)
     damage(weights)
     pages = PageCounts.derive(config, source.config, torch.float32)
     engine = Engine(config, Runner(source.config, weights, config, pages.full, pages.window))

@@ -13,6 +13,7 @@ from torch import Tensor
 from gptoss_engine.batch import Batch
 from gptoss_engine.checkpoint import Checkpoint
 from gptoss_engine.kv_cache import KVCache
+from gptoss_engine.loading import load_weights
 from gptoss_engine.model import GptOss
 from gptoss_engine.model_config import ModelConfig
 from gptoss_engine.sequence import PageTables, ScheduledItem, ScheduledStep
@@ -79,7 +80,7 @@ def logits_of(
 
 def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[ModelConfig, Weights]:
     checkpoint = Checkpoint(folder)
-    return checkpoint.config, Weights.load(checkpoint, "bf16", dtype, CPU)
+    return checkpoint.config, load_weights(checkpoint, "bf16", dtype, CPU)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gptoss_engine.checkpoint import Checkpoint
 from gptoss_engine.checkpoint_writer import CannotWrite
+from gptoss_engine.loading import load_weights
 from gptoss_engine.published import PublishedLayout, write_published
 from gptoss_engine.random_checkpoint import RandomCheckpoint
 from gptoss_engine.tensor_source import EXPERTS, Mxfp4Blocks, Stored, WeightMode, to_dense
@@ -94,9 +95,9 @@ def bits(tensor: Tensor) -> Tensor:
 def test_the_engine_loads_the_same_from_a_folder_and_from_the_generator(
     folders: dict[PublishedLayout, Path], mode: WeightMode
 ):
-    generated = list(loaded(Weights.load(tiny(), mode, torch.bfloat16, CPU)))
+    generated = list(loaded(load_weights(tiny(), mode, torch.bfloat16, CPU)))
     for layout in LAYOUTS[:2] if mode == "mxfp4" else LAYOUTS:
-        read = loaded(Weights.load(Checkpoint(folders[layout]), mode, torch.bfloat16, CPU))
+        read = loaded(load_weights(Checkpoint(folders[layout]), mode, torch.bfloat16, CPU))
         for one, other in zip(generated, read, strict=True):
             assert one.dtype == other.dtype
             assert torch.equal(bits(one), bits(other))
@@ -117,7 +118,7 @@ def test_transformers_computes_the_same(folders: dict[PublishedLayout, Path]):
     with torch.inference_mode():
         expected = model(token_ids[None]).logits[0]
     source = tiny()
-    weights = Weights.load(source, "bf16", torch.float32, CPU)
+    weights = load_weights(source, "bf16", torch.float32, CPU)
     assert rel_error(logits_of_all(source.config, weights, token_ids.tolist()), expected) < 5e-5
 
 

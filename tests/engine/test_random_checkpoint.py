@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gptoss_engine import random_checkpoint
+from gptoss_engine.loading import load_weights
 from gptoss_engine.random_checkpoint import RandomCheckpoint
 from gptoss_engine.tensor_source import EXPERTS, Mxfp4Blocks, expert_to_fp8, to_dense
 from gptoss_engine.weights import LayerWeights, Weights
@@ -239,7 +240,7 @@ def logits_of(weights: Weights, operators: Any) -> Tensor:
 
 @pytest.fixture(scope="module")
 def weights() -> Weights:
-    return Weights.load(TINY, "bf16", torch.float32, CPU)
+    return load_weights(TINY, "bf16", torch.float32, CPU)
 
 
 @pytest.fixture(scope="module")
@@ -278,7 +279,7 @@ def test_weights_as_training_starts_with_them_send_all_tokens_to_the_same_expert
     }
     monkeypatch.setattr(random_checkpoint, "_NORMALS", normals)
     measured = Measured()
-    logits_of(Weights.load(TINY, "bf16", torch.float32, CPU), measured.ops)
+    logits_of(load_weights(TINY, "bf16", torch.float32, CPU), measured.ops)
     assert measured.shares[-1].min() == 0
     assert largest_share(measured) > 2 * LARGEST_SHARE
 

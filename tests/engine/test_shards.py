@@ -10,10 +10,11 @@ from torch import Tensor
 
 from gptoss_engine import shards
 from gptoss_engine.config import InvalidConfig
+from gptoss_engine.loading import load_weights
 from gptoss_engine.model_config import ModelConfig
 from gptoss_engine.shards import Rank, part
 from gptoss_engine.tensor_source import Form, WeightMode
-from gptoss_engine.weights import LayerWeights, Weight, Weights
+from gptoss_engine.weights import LayerWeights, Weight
 from gptoss_kernels import ops
 from gptoss_kernels.ops import Fp8Weight, Mxfp4Weight
 from gptoss_kernels.testing import rel_error
@@ -39,13 +40,13 @@ def source(config: ModelConfig, experts: Form, attention: Form) -> MemorySource:
 def whole(
     made: MemorySource, mode: WeightMode, dtype: torch.dtype = torch.bfloat16
 ) -> LayerWeights:
-    return Weights.load(made, mode, dtype, CPU).layers[0]
+    return load_weights(made, mode, dtype, CPU).layers[0]
 
 
 def ranks(
     made: MemorySource, mode: WeightMode, tp: int, ep: int, dtype: torch.dtype = torch.bfloat16
 ) -> list[LayerWeights]:
-    loaded = (Weights.load(made, mode, dtype, CPU, Rank(i, tp, ep)) for i in range(tp))
+    loaded = (load_weights(made, mode, dtype, CPU, Rank(i, tp, ep)) for i in range(tp))
     return [weights.layers[0] for weights in loaded]
 
 
@@ -187,8 +188,8 @@ def test_ranks_of_a_small_layer_are_the_whole(
 @pytest.mark.parametrize("mode", MODES)
 def test_the_bytes_of_all_ranks_are_the_whole_models(tp: int, ep: int, mode: WeightMode):
     made = source(TINY, "mxfp4", "dense")
-    loaded = [Weights.load(made, mode, torch.bfloat16, CPU, Rank(i, tp, ep)) for i in range(tp)]
-    alone = Weights.load(made, mode, torch.bfloat16, CPU)
+    loaded = [load_weights(made, mode, torch.bfloat16, CPU, Rank(i, tp, ep)) for i in range(tp)]
+    alone = load_weights(made, mode, torch.bfloat16, CPU)
     assert sum(weights.expert_bytes for weights in loaded) == alone.expert_bytes
     # The first of four has 384 of 1088 columns, or four of sixteen experts.
     assert max(weights.expert_bytes for weights in loaded) < 0.36 * alone.expert_bytes
@@ -201,7 +202,7 @@ def test_keys_and_values_below_a_block_are_padded_in_fp8_and_only_there():
     made = source(TINY, "mxfp4", "dense")
     shapes = {}
     for mode in MODES:
-        layer = Weights.load(made, mode, torch.float32, CPU, Rank(5, 8)).layers[0]
+        layer = load_weights(made, mode, torch.float32, CPU, Rank(5, 8)).layers[0]
         shapes[mode] = layer.qkv.shape
         assert layer.qkv_bias.shape == layer.qkv.shape[:1]
     assert shapes == {"fp8": (768, 320), "mxfp4": (768, 320), "bf16": (640, 320)}
@@ -270,7 +271,7 @@ def test_what_does_not_divide_is_refused_with_the_numbers(
     config: ModelConfig, rank: Rank, sentence: str
 ):
     with pytest.raises(InvalidConfig) as refused:
-        Weights.load(MemorySource(config), "fp8", torch.float32, CPU, rank)
+        load_weights(MemorySource(config), "fp8", torch.float32, CPU, rank)
     assert str(refused.value) == sentence
 
 

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from gptoss_engine import weights as weights_module
+from gptoss_engine import loading
 from gptoss_engine.checkpoint import Checkpoint, InvalidCheckpoint
 from gptoss_engine.config import InvalidConfig
 from gptoss_engine.convert import convert
+from gptoss_engine.loading import load_weights
 from gptoss_engine.shards import Rank
 from gptoss_engine.tensor_source import EXPERTS, Form, Mxfp4Blocks, WeightMode
-from gptoss_engine.weights import Weight, Weights
+from gptoss_engine.weights import Weight, tensors
 from gptoss_kernels.fp8 import quantise_weight
 from gptoss_kernels.ops import Fp8Weight, Mxfp4Weight
 
@@ -44,7 +45,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def load(folder: Path, mode: WeightMode, dtype: torch.dtype = torch.float32) -> dict[str, Weight]:
-    return dict(Weights.load(Checkpoint(folder), mode, dtype, CPU).named())
+    return dict(load_weights(Checkpoint(folder), mode, dtype, CPU).named())
 
 
 def is_equal(one: Weight, other: Weight) -> bool:
@@ -103,14 +104,14 @@ def test_attention_in_fp8_is_quantised_where_the_folder_holds_bf16(
 @pytest.mark.parametrize("fp8", [(), ("out",), ("qkv", "out", "lm_head")], ids=" ".join)
 def test_a_converted_folder_is_loaded_as_it_is(tmp_path: Path, fp8: tuple[str, ...]):
     checkpoint = Checkpoint(write_converted(tmp_path, SIZE, fp8=fp8))
-    loaded = dict(Weights.load(checkpoint, "fp8", torch.float32, CPU).named())
+    loaded = dict(load_weights(checkpoint, "fp8", torch.float32, CPU).named())
     for name, weight in loaded.items():
         assert isinstance(weight, Fp8Weight) == (checkpoint.form(name) == "fp8"), name
         if not name.endswith(EXPERTS):
             stored = checkpoint.read(name)
             expected = stored if isinstance(stored, Fp8Weight) else stored.float()  # type: ignore[union-attr]
             assert is_equal(weight, expected), name
-    widened = dict(Weights.load(checkpoint, "bf16", torch.float32, CPU).named())
+    widened = dict(load_weights(checkpoint, "bf16", torch.float32, CPU).named())
     for name, weight in widened.items():
         assert isinstance(weight, Tensor)
         stored = loaded[name]
@@ -157,7 +158,7 @@ def test_resident_bytes_are_those_of_the_mode(
     mode: WeightMode, experts: Form, bytes_an_element: float
 ):
     config = model_config(num_experts=2, hidden_size=1024, intermediate_size=512)
-    weights = Weights.load(MemorySource(config, experts), mode, torch.bfloat16, CPU)
+    weights = load_weights(MemorySource(config, experts), mode, torch.bfloat16, CPU)
     elements = 2 * 3 * 1024 * 512
     scales = 0 if mode == "bf16" else 4 * elements // 128**2
     assert weights.expert_bytes == elements * bytes_an_element + scales
@@ -186,10 +187,10 @@ def test_blocks_that_are_not_exact_are_counted_and_named(
         return [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
 
     exact = MemorySource(SMALL)
-    Weights.load(exact, mode, torch.float32, CPU)
+    load_weights(exact, mode, torch.float32, CPU)
     assert warnings() == []
     spread(exact, "layers.0.w2", (3, 0), (200, 5))
-    Weights.load(exact, mode, torch.float32, CPU)
+    load_weights(exact, mode, torch.float32, CPU)
     (sentence,) = warnings()
     # All four experts, each turned by as many rows as its number.
     assert sentence == (
@@ -203,19 +204,19 @@ def test_a_rank_names_blocks_of_the_whole(caplog: pytest.LogCaptureFixture):
     made = MemorySource(SMALL)
     spread(made, "layers.0.w13", (300, 9))
     spread(made, "layers.0.w2", (3, 0), (200, 5))
-    Weights.load(made, "fp8", torch.float32, CPU, Rank(1, 2))
+    load_weights(made, "fp8", torch.float32, CPU, Rank(1, 2))
     assert (
         "are rounded, FP8 cannot hold them exactly: layers.0.w13 of expert 0 (2, 2)" in caplog.text
     )
     caplog.clear()
     del made.tensors["layers.0.w13"]
-    Weights.load(made, "fp8", torch.float32, CPU, Rank(1, 2))
+    load_weights(made, "fp8", torch.float32, CPU, Rank(1, 2))
     assert ": 4 blocks of 128 x 128 are rounded" in caplog.text
     assert "exactly: layers.0.w2 of expert 0 (1, 1), layers.0.w2 of expert 1 (1, 1)," in caplog.text
 
 
 def test_dense_experts_that_never_were_mxfp4_are_counted_too(caplog: pytest.LogCaptureFixture):
-    Weights.load(MemorySource(SMALL, "dense"), "fp8", torch.float32, CPU)
+    load_weights(MemorySource(SMALL, "dense"), "fp8", torch.float32, CPU)
     blocks = 4 * (3 * 3 + 3 * 2)
     assert f"memory: {blocks} blocks of 128 x 128 are rounded" in caplog.text
 
@@ -226,14 +227,14 @@ def test_a_weight_that_is_no_number_is_refused_by_name():
     assert isinstance(stored, Tensor)
     stored[5, 7] = math.inf
     with pytest.raises(InvalidCheckpoint, match=r"^memory: layers\.0\.qkv: 1 of the .* not finite"):
-        Weights.load(made, "fp8", torch.float32, CPU)
+        load_weights(made, "fp8", torch.float32, CPU)
 
 
 def test_what_does_not_fit_is_refused_with_figures(monkeypatch: pytest.MonkeyPatch):
     made = MemorySource(model_config())
-    monkeypatch.setattr(weights_module, "_free_memory", lambda device: 200_000_000)
+    monkeypatch.setattr(loading, "_free_memory", lambda device: 200_000_000)
     with pytest.raises(InvalidConfig) as refused:
-        Weights.load(made, "bf16", torch.bfloat16, CPU)
+        load_weights(made, "bf16", torch.bfloat16, CPU)
     assert str(refused.value) == (
         "the weights of memory take 451.6 MB with weights bf16 and 200.0 MB of memory are free on "
         "cpu; they would take 226.1 MB with weights fp8 and 132.8 MB with weights mxfp4"
@@ -242,13 +243,13 @@ def test_what_does_not_fit_is_refused_with_figures(monkeypatch: pytest.MonkeyPat
     with pytest.raises(
         InvalidConfig, match=r"free on cpu; they would take \S+ MB with weights fp8$"
     ):
-        Weights.load(MemorySource(model_config(), "dense"), "bf16", torch.bfloat16, CPU)
-    monkeypatch.setattr(weights_module, "_free_memory", lambda device: None)
-    Weights.load(MemorySource(SMALL), "bf16", torch.bfloat16, CPU)
+        load_weights(MemorySource(model_config(), "dense"), "bf16", torch.bfloat16, CPU)
+    monkeypatch.setattr(loading, "_free_memory", lambda device: None)
+    load_weights(MemorySource(SMALL), "bf16", torch.bfloat16, CPU)
 
 
 def test_free_memory_is_what_the_system_says():
-    free = weights_module._free_memory(CPU)
+    free = loading._free_memory(CPU)
     assert free is not None
     assert 2**20 < free < 2**50
 
@@ -264,7 +265,7 @@ def test_experts_are_read_one_at_a_time(monkeypatch: pytest.MonkeyPatch):
     made = MemorySource(SMALL)
     read = made.read
     monkeypatch.setattr(made, "read", recording)
-    Weights.load(made, "fp8", torch.float32, CPU)
+    load_weights(made, "fp8", torch.float32, CPU)
     experts = [(f"layers.0.{name}", expert) for name in EXPERTS for expert in range(4)]
     assert sorted(pair for pair in asked if pair[1] is not None) == experts
 
@@ -276,7 +277,7 @@ def test_rows_read_a_few_at_a_time_are_the_same(
     for folder in (folders["huggingface"], folders["dequantised"], converted):
         whole = load(folder, "fp8")
         with monkeypatch.context() as patch:
-            patch.setattr(weights_module, "ROWS_AT_ONCE", 128)
+            patch.setattr(loading, "ROWS_AT_ONCE", 128)
             pieces = load(folder, "fp8")
         assert [name for name in whole if not is_equal(whole[name], pieces[name])] == []
 
@@ -287,19 +288,19 @@ def test_a_gpu_holds_what_a_cpu_does(mode: WeightMode):
     """Converted on the device: two threads, one stream."""
     made = MemorySource(model_config(num_experts=4))
     for rank in (Rank(), Rank(3, 8)):
-        on_cpu = dict(Weights.load(made, mode, torch.bfloat16, CPU, rank).named())
-        on_gpu = Weights.load(made, mode, torch.bfloat16, torch.device("cuda"), rank)
+        on_cpu = dict(load_weights(made, mode, torch.bfloat16, CPU, rank).named())
+        on_gpu = load_weights(made, mode, torch.bfloat16, torch.device("cuda"), rank)
         for name, weight in on_gpu.named():
-            tensors = weights_module._tensors(weight)
-            assert all(tensor.is_cuda for tensor in tensors)
-            back = [tensor.cpu() for tensor in tensors]
+            parts = tensors(weight)
+            assert all(tensor.is_cuda for tensor in parts)
+            back = [tensor.cpu() for tensor in parts]
             same = back[0] if isinstance(weight, Tensor) else type(weight)(*back)
             assert is_equal(same, on_cpu[name]), name
 
 
 def test_an_expert_of_many_rows_is_read_whole():
     made = MemorySource(model_config(num_experts=1, hidden_size=32, intermediate_size=4608))
-    layer = Weights.load(made, "mxfp4", torch.float32, CPU).layers[0]
+    layer = load_weights(made, "mxfp4", torch.float32, CPU).layers[0]
     stored = made.tensors["layers.0.w13"]
     assert isinstance(layer.w13, Mxfp4Weight)
     assert isinstance(stored, Mxfp4Blocks)
@@ -316,5 +317,5 @@ def test_a_fault_ends_the_load_at_once(monkeypatch: pytest.MonkeyPatch):
     made = MemorySource(model_config(num_experts=128, hidden_size=32, intermediate_size=32))
     monkeypatch.setattr(made, "read", failing)
     with pytest.raises(InvalidCheckpoint, match=r"^the file is damaged$"):
-        Weights.load(made, "fp8", torch.float32, CPU)
+        load_weights(made, "fp8", torch.float32, CPU)
     assert len(asked) < 128

@@ -76,12 +76,15 @@ def evaluate(
     _check_outputs(json_file, plot)
 
     from gptoss_engine.fidelity import compare
-    from gptoss_engine.runner import _device, _dtype, _source
+    from gptoss_engine.loading import check_mode
+    from gptoss_engine.runner import choose_device, choose_dtype, open_source
     from gptoss_kernels import ops
 
     config = configs[modes[0]]
-    place = _device(config)
-    source = _source(config)
+    place = choose_device(config)
+    source = open_source(config)
+    for mode in modes:
+        check_mode(source, mode)
     passages = _passages(
         config, source.config, text, tokens, random_tokens, seed, max_tokens, format_name
     )
@@ -90,7 +93,7 @@ def evaluate(
         passages,
         weights=modes[0],
         against=modes[1],
-        dtype=_dtype(config, place),
+        dtype=choose_dtype(config, place),
         device=place,
         ops=ops.load(config.attention),
     )

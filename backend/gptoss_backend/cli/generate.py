@@ -106,7 +106,7 @@ def _chunks(
     from gptoss_engine.engine import load_engine_loop
 
     console = Console(stderr=True)
-    with console.status(f"loading {config.model}"):
+    with console.status(f"loading {config.random_weights or config.model}"):
         engine = load_engine_loop(config)
     chunks: queue.SimpleQueue[TokenChunk] = queue.SimpleQueue()
     started, num_tokens = time.monotonic(), 0

@@ -45,9 +45,10 @@ def _keyword(name: str, annotation: Any) -> inspect.Parameter:
 
 def _flag(field: Any) -> inspect.Parameter:
     choices = get_args(field.type) if get_origin(field.type) is Literal else None
+    default = str(field.default).lower() if field.type is bool else field.default
     option = typer.Option(
-        help=f"Default: {str(field.default).lower() if field.type is bool else field.default}",
-        metavar="|".join(choices) if choices else None,
+        help="Default: none" if default == "" else f"Default: {default}",
+        metavar="|".join(filter(None, choices)) if choices else None,
         show_default=False,
         rich_help_panel=_PANEL,
     )
