@@ -13,7 +13,7 @@ from gptoss_engine.config import EngineConfig
 def provenance(config: EngineConfig) -> dict[str, Any]:
     return {
         "device": _device(config),
-        "commit": _commit(),
+        "commit": commit_of(Path(__file__)),
         "date": datetime.date.today().isoformat(),
         "command": " ".join(["gptoss", *sys.argv[1:]]),
     }
@@ -34,8 +34,18 @@ def _device(config: EngineConfig) -> str:
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
 
 
-def _commit() -> str:
-    """Of the checkout that this package is imported from; empty outside one."""
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+def commit_of(file: Path) -> str:
+    """Of the checkout that holds this file; empty without one, or without git.
+
+    An installed package may lie within a repository that is not its own: there it is not tracked.
+    """
+    tracked = ["git", "ls-files", "--error-unmatch", file.name]
+    head = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        for command in (tracked, head):
+            done = subprocess.run(command, cwd=file.parent, capture_output=True, text=True)
+            if done.returncode:
+                return ""
+    except OSError:
+        return ""
     return done.stdout.strip()

@@ -1,0 +1,48 @@
+"""Which commit a result names: never another repository's, and never an error."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from gptoss_backend.cli.provenance import commit_of
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Holds tracked.py, and installed.py that it ignores."""
+    for name in [name for name in os.environ if name.startswith("GIT_")]:
+        monkeypatch.delenv(name)  # a hook runs with the outer repository's
+    for name in ("tracked.py", "installed.py"):
+        (tmp_path / name).touch()
+    (tmp_path / ".gitignore").write_text("installed.py\n")
+    identity = ("-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false")
+    for command in (("init", "-q"), ("add", "."), (*identity, "commit", "-q", "-m", "all")):
+        subprocess.run(("git", *command), cwd=tmp_path, check=True)
+    return tmp_path
+
+
+def test_a_file_of_a_checkout_has_its_commit(repository: Path) -> None:
+    head = subprocess.check_output(("git", "rev-parse", "HEAD"), cwd=repository, text=True)
+    commit = commit_of(repository / "tracked.py")
+    assert re.fullmatch("[0-9a-f]{7,40}", commit)
+    assert head.startswith(commit)
+
+
+def test_a_package_installed_within_another_repository_has_none(repository: Path) -> None:
+    assert commit_of(repository / "installed.py") == ""
+
+
+def test_without_git_there_is_none(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(repository))
+    assert commit_of(repository / "tracked.py") == ""
+
+
+def test_outside_of_a_repository_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    (tmp_path / "file.py").touch()
+    assert commit_of(tmp_path / "file.py") == ""
