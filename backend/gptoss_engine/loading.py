@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gptoss_engine import shards
 from gptoss_engine.config import InvalidConfig
+from gptoss_engine.memory import free_memory
 from gptoss_engine.model_config import InvalidCheckpoint
 from gptoss_engine.progress import progress_bar
 from gptoss_engine.shards import Part, Rank
@@ -37,7 +38,7 @@ from gptoss_kernels.ops import Fp8Weight, Mxfp4Weight
 log = logging.getLogger(__name__)
 
 KEPT_IN_FP32 = ("norm", "attention_norm", "mlp_norm", "sinks")  # small, and used in fp32
-ROWS_AT_ONCE = 64 * BLOCK  # of a tensor that is no expert: an embedding is never copied whole
+ROWS_AT_ONCE = 16 * BLOCK  # of a tensor that is no expert: an embedding is never copied whole
 MAX_NAMED = 4  # blocks that the warning names
 EXACT_SPREAD = 14  # powers of two that an FP8 block holds exactly: MODEL.md has the sum
 
@@ -53,7 +54,7 @@ def load_weights(
 
     dtype: of what is neither FP8 nor MXFP4. Raises InvalidConfig where the source has no such
     weights, the memory is too small or the ranks do not divide the model; blocks that FP8
-    cannot hold exactly are counted in a warning.
+    cannot hold exactly are counted in a warning. Raises InvalidCheckpoint at a damaged tensor.
     """
     plan = _Plan(source, mode, dtype, rank)
     plan.check_memory(device)
@@ -114,7 +115,7 @@ class _Plan:
 
     def check_memory(self, device: torch.device) -> None:
         needed = self.allocate(torch.device("meta")).num_bytes
-        free = _free_memory(device)
+        free = free_memory(device)
         if free is None or needed <= free:
             return
         others = []
@@ -298,15 +299,3 @@ def _device(weight: Weight) -> torch.device:
 
 def _blocks(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:-2], num_blocks(shape[-2]), num_blocks(shape[-1]))
-
-
-def _free_memory(device: torch.device) -> int | None:
-    """Bytes; None where the system does not say."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        text = Path("/proc/meminfo").read_text(encoding="ascii")
-    except OSError:
-        return None
-    found = [line.split()[1] for line in text.splitlines() if line.startswith("MemAvailable:")]
-    return int(found[0]) * 1024 if found else None

@@ -34,7 +34,7 @@ def workers() -> Iterator[ThreadPoolExecutor]:
     _keep_freed_memory()
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    executor = ThreadPoolExecutor(_num_workers(), "worker")
+    executor = ThreadPoolExecutor(num_workers(), "worker")
     try:
         yield executor
     finally:
@@ -42,7 +42,7 @@ def workers() -> Iterator[ThreadPoolExecutor]:
         torch.set_num_threads(num_threads)
 
 
-def _num_workers() -> int:
+def num_workers() -> int:
     return min(len(os.sched_getaffinity(0)), MAX_WORKERS)
 
 
@@ -63,7 +63,7 @@ def in_order(
     pending: deque[Future[Result]] = deque()
     for each in arguments:
         pending.append(executor.submit(function, *each))
-        if len(pending) > 2 * _num_workers():
+        if len(pending) > 2 * num_workers():
             yield pending.popleft().result()
     while pending:
         yield pending.popleft().result()

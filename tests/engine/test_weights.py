@@ -232,7 +232,7 @@ def test_a_weight_that_is_no_number_is_refused_by_name():
 
 def test_what_does_not_fit_is_refused_with_figures(monkeypatch: pytest.MonkeyPatch):
     made = MemorySource(model_config())
-    monkeypatch.setattr(loading, "_free_memory", lambda device: 200_000_000)
+    monkeypatch.setattr(loading, "free_memory", lambda device: 200_000_000)
     with pytest.raises(InvalidConfig) as refused:
         load_weights(made, "bf16", torch.bfloat16, CPU)
     assert str(refused.value) == (
@@ -244,14 +244,8 @@ def test_what_does_not_fit_is_refused_with_figures(monkeypatch: pytest.MonkeyPat
         InvalidConfig, match=r"free on cpu; they would take \S+ MB with weights fp8$"
     ):
         load_weights(MemorySource(model_config(), "dense"), "bf16", torch.bfloat16, CPU)
-    monkeypatch.setattr(loading, "_free_memory", lambda device: None)
+    monkeypatch.setattr(loading, "free_memory", lambda device: None)
     load_weights(MemorySource(SMALL), "bf16", torch.bfloat16, CPU)
-
-
-def test_free_memory_is_what_the_system_says():
-    free = loading._free_memory(CPU)
-    assert free is not None
-    assert 2**20 < free < 2**50
 
 
 def test_experts_are_read_one_at_a_time(monkeypatch: pytest.MonkeyPatch):
@@ -285,7 +279,7 @@ def test_rows_read_a_few_at_a_time_are_the_same(
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["bf16", "fp8", "mxfp4"])
 def test_a_gpu_holds_what_a_cpu_does(mode: WeightMode):
-    """Converted on the device: two threads, one stream."""
+    """Converted on the device: several threads, one stream."""
     made = MemorySource(model_config(num_experts=4))
     for rank in (Rank(), Rank(3, 8)):
         on_cpu = dict(load_weights(made, mode, torch.bfloat16, CPU, rank).named())
