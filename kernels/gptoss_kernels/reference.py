@@ -31,7 +31,7 @@ from gptoss_kernels.mxfp4 import Mxfp4Weight
 
 VALUES_WIDENED = 2**19  # of an FP8 weight at a time: 4 MiB in fp64 stay in a CPU's cache
 QUERY_TILE = 256  # a tile of a window layer sees 127 keys more than it has queries
-MAX_SCORES = 2**24  # 64 MiB of scores: a long context gets fewer queries a tile
+MAX_SCORES = 2**24  # 64 MiB, weights in fp64 128 more: a long context gets fewer queries a tile
 LEAST_EXPONENT = -87.0  # exp(-87) is nearly the smallest normal fp32
 NUM_CANDIDATES = 1024  # most top_p sets are smaller; a larger one costs a full sort of its row
 LEAST_AMAX = 1e-10  # a group of smaller values still has a scale that is a normal number
@@ -102,7 +102,7 @@ def linear_fp8(
 
     x e4m3 [T, K]; x_scale fp32 [T, ceil(K / group)], group 128 or 64; weight e4m3 [N, K];
     weight_scale fp32 [ceil(N / 128), ceil(K / 128)]; bias [N] -> dtype [T, N]. The sum of each
-    group is exact, rounded to fp32, and scaled as it is added to the others, in their order and
+    group is exact, rounded to fp32, and scaled as it is added to the bias and the groups before it,
     in fp32: a row's result depends on no other row, and not on the machine.
     """
     (num_tokens, width), num_rows = x.shape, weight.shape[0]
@@ -116,6 +116,8 @@ def linear_fp8(
     row_scale = row_scale.repeat_interleave(BLOCK, dim=0)[:num_rows].T
     x_groups = _widened_groups(x, group)
     out = x.new_zeros(num_tokens, num_rows, dtype=torch.float32)
+    if bias is not None:
+        out += bias
     tile = max(BLOCK, VALUES_WIDENED // width)
     for first in range(0, num_rows, tile):
         rows = slice(first, first + tile)
@@ -124,8 +126,6 @@ def linear_fp8(
         sums *= x_scale.T[:, :, None] * row_scale[:, None, rows]
         for of_group in sums:
             out[:, rows] += of_group
-    if bias is not None:
-        out += bias
     return out.to(dtype)
 
 
