@@ -1,25 +1,45 @@
-"""The bar that shows how bytes come and go."""
+"""Bars that show how work goes: on stderr, on a terminal alone, and gone when it is done."""
 
 import sys
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
+    MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
 
+Item = TypeVar("Item")
+
 
 def progress_bar() -> Progress:
-    """Of bytes, with their rate and the time left; on a terminal alone."""
+    """Of bytes, with their rate and the time left."""
+    return _bar(DownloadColumn(), TransferSpeedColumn())
+
+
+def count_bar() -> Progress:
+    """Of what is counted, with the time left."""
+    return _bar(MofNCompleteColumn())
+
+
+def tracked(items: Iterable[Item], label: str, total: int) -> Iterator[Item]:
+    """The items, with a bar that counts them."""
+    with count_bar() as progress:
+        yield from progress.track(items, total=total, description=label)
+
+
+def _bar(*columns: ProgressColumn) -> Progress:
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
+        *columns,
         TimeRemainingColumn(),
         console=Console(stderr=True),
         disable=not sys.stderr.isatty(),

@@ -28,6 +28,7 @@ from gptoss_backend.cli.provenance import model_name, provenance
 from gptoss_backend.client import ChatClient, RequestFailed
 from gptoss_backend.server import Ports, TritonServer
 from gptoss_engine.config import EngineConfig
+from gptoss_engine.progress import count_bar
 from gptoss_engine.types import GenerationRequest, SamplingParams
 
 app = typer.Typer(no_args_is_help=True, help="Measure this machine; a table, then one JSON line.")
@@ -112,8 +113,7 @@ def serve(
 ) -> None:
     """Requests and tokens a second through the server, beside the engine alone."""
     load = Load(num_requests, concurrency, num_tokens)
-    console = Console(stderr=True)
-    with Progress(console=console) as progress:
+    with count_bar() as progress:
         engine = _measure_engine(config, load, progress)
         server = _measure_server(config, load, progress)
     print_result(config, load, engine, server)

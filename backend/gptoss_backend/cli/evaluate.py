@@ -3,24 +3,21 @@
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
 from gptoss_backend.cli.errors import CommandFailed
-from gptoss_backend.cli.formats import load_format
+from gptoss_backend.cli.fidelity_report import draw, print_fidelity, print_tasks
+from gptoss_backend.cli.passages import PassageOptions
 from gptoss_backend.cli.provenance import model_name, provenance
 from gptoss_engine import demo
 from gptoss_engine.config import EngineConfig, InvalidConfig
-from gptoss_engine.types import InvalidRequest, shown
+from gptoss_engine.progress import count_bar
 
 if TYPE_CHECKING:
-    from gptoss_engine.fidelity import Fidelity, Passage
-    from gptoss_engine.model_config import ModelConfig
     from gptoss_engine.tensor_source import WeightMode
 
 _MODES = ("fp8", "mxfp4", "bf16")
@@ -66,6 +63,7 @@ def evaluate(
     that were kept from its training; of these, only its own replies are judged.
     """
     modes = _mode("weights", weights), _mode("against", against)
+    options = PassageOptions(text, tokens, random_tokens, seed, max_tokens, format_name)
     chats = _held_out_chats(tasks, has_tasks=model == "demo" and not random_weights)
     given = {"model": model, "random_weights": random_weights, "device": device, "dtype": dtype}
     # In a long run no problem is given up because others came before it.
@@ -75,145 +73,68 @@ def evaluate(
     }
     _check_outputs(json_file, plot)
 
-    from gptoss_engine.fidelity import compare
+    from gptoss_engine.fidelity.comparison import compare
     from gptoss_engine.loading import check_mode
     from gptoss_engine.runner import choose_device, choose_dtype, open_source
     from gptoss_kernels import ops
 
     config = configs[modes[0]]
     place = choose_device(config)
+    computed = choose_dtype(config, place)
     source = open_source(config)
     for mode in modes:
         check_mode(source, mode)
-    passages = _passages(
-        config, source.config, text, tokens, random_tokens, seed, max_tokens, format_name
-    )
     fidelity = compare(
         source,
-        passages,
+        options.passages(config, source.config),
         weights=modes[0],
         against=modes[1],
-        dtype=choose_dtype(config, place),
+        dtype=computed,
         device=place,
         ops=ops.load(config.attention),
     )
     title = f"{model_name(config)}: {weights} against {against}"
-    line = {
+    line: dict[str, Any] = {
         "benchmark": "evaluate",
         "model": model_name(config),
         "weights": weights,
         "against": against,
+        "dtype": str(computed).removeprefix("torch."),
         **fidelity.figures(),
     }
-    print_fidelity(title, weights, against, fidelity)
-    if chats:
-        line["tasks"] = _answer_tasks(configs, chats)
-    if plot:
-        draw(title, fidelity, plot)
-    written = json.dumps(line | provenance(config))
-    typer.echo(written)
-    if json_file:
-        try:
-            with json_file.open("a", encoding="utf-8") as file:
-                file.write(written + "\n")
-        except OSError as error:
-            raise CommandFailed(f"cannot write {json_file}: {error}") from error
 
+    def show() -> None:
+        print_fidelity(title, weights, against, fidelity)
+        if "tasks" in line:
+            print_tasks(line["tasks"], [*configs])
+        typer.echo(json.dumps(line))
 
-# ------------------------------------------------------------------------------------- what is read
-
-
-def _passages(
-    config: EngineConfig,
-    model: "ModelConfig",
-    text: Path | None,
-    tokens: Path | None,
-    random_tokens: int | None,
-    seed: int,
-    max_tokens: int,
-    format_name: str,
-) -> "list[Passage]":
-    from gptoss_engine.fidelity import Passage, cut, random_passage
-
-    if sum(given is not None for given in (text, tokens, random_tokens)) > 1:
-        raise InvalidConfig("text, tokens and random_tokens exclude each other: name one")
-    if text is not None:
-        passages = [Passage(_encode(text, load_format(format_name, config)))]
-    elif tokens is not None:
-        passages = [Passage(token_ids) for token_ids in read_tokens(tokens)]
-    elif random_tokens is not None:
-        passages = [random_passage(model.vocab_size, min(random_tokens, max_tokens), seed)]
-    elif config.model == "demo" and not config.random_weights:
-        chats = demo.held_out_chats()
-        passages = [Passage(chat.prompt + chat.reply, len(chat.prompt)) for chat in chats]
-    else:
-        raise InvalidConfig(
-            f"only the demo has chats of its own to be judged on: for {model_name(config)} give "
-            "--text FILE or --tokens FILE, or --random-tokens N for random weights"
-        )
-    passages = cut(passages, max_tokens)
-    _check_passages(passages, model)
-    return passages
-
-
-def _check_passages(passages: "Sequence[Passage]", model: "ModelConfig") -> None:
-    last = model.vocab_size - 1
-    for index, passage in enumerate(passages):
-        length = len(passage.token_ids)
-        if length > model.max_model_len:
-            raise InvalidRequest(
-                f"a passage must hold at most {model.max_model_len} tokens, as the checkpoint's "
-                f"context, got {length} in passage {index}: lower --max-tokens"
-            )
-        for at, token_id in enumerate(passage.token_ids):
-            if not 0 <= token_id <= last:
-                raise InvalidRequest(
-                    f"token ids must be in [0, {last}], the checkpoint's vocabulary, got "
-                    f"{token_id} at index {at} of passage {index}"
-                )
-
-
-def _encode(path: Path, chat_format: Any) -> tuple[int, ...]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise InvalidConfig(f"cannot read text from {path}: {error}") from error
-    try:
-        token_ids = chat_format.render_raw(text).token_ids
-    except ValueError as error:
-        raise InvalidRequest(f"{path}: {error}") from error
-    if len(token_ids) < 2:
-        raise InvalidRequest(f"text must hold at least 2 tokens, {path} holds {len(token_ids)}")
-    return token_ids
-
-
-def read_tokens(path: Path) -> list[tuple[int, ...]]:
-    """One list of ids, or several."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidConfig(f"cannot read tokens from {path}: {error}") from error
-    if not isinstance(content, list) or not content:
-        raise InvalidRequest(f"tokens must be a list of ids or of such lists, {path} holds none")
-    lists = content if any(isinstance(each, list) for each in content) else [content]
-    for index, token_ids in enumerate(lists):
-        if not isinstance(token_ids, list) or len(token_ids) < 2:
-            raise InvalidRequest(
-                f"tokens must be lists of at least 2 ids, got {shown(token_ids)} as passage {index}"
-            )
-        for at, token_id in enumerate(token_ids):
-            if type(token_id) is not int:
-                raise InvalidRequest(
-                    f"token ids must be integers, got {shown(token_id)} at index {at} of passage "
-                    f"{index}"
-                )
-    return [tuple(token_ids) for token_ids in lists]
+    with ExitStack() as outputs:
+        # Run from the last to the first, each whatever became of those before it: figures that took
+        # minutes outlive a task that fails, a closed pipe and a picture that cannot be drawn.
+        if plot:
+            outputs.callback(draw, title, fidelity, plot)
+        outputs.callback(show)
+        if json_file:
+            outputs.callback(_append, json_file, line)
+        outputs.callback(lambda: line.update(provenance(config)))
+        if chats:
+            line["tasks"] = _answer_tasks(configs, chats)
 
 
 def _mode(name: str, value: str) -> "WeightMode":
     if value not in _MODES:
         raise InvalidConfig(f"{name} must be one of {', '.join(_MODES)}, got {value!r}")
     return cast("WeightMode", value)
+
+
+def _held_out_chats(count: int, *, has_tasks: bool) -> list[demo.HeldOutChat]:
+    if count and not has_tasks:
+        raise InvalidConfig("tasks are the demo's own: they need the model 'demo'")
+    chats = demo.held_out_chats()
+    if count > len(chats):
+        raise InvalidConfig(f"tasks must be at most {len(chats)}, got {count}")
+    return chats[:count]
 
 
 def _check_outputs(json_file: Path | None, plot: Path | None) -> None:
@@ -233,16 +154,12 @@ def _check_outputs(json_file: Path | None, plot: Path | None) -> None:
         ) from None
 
 
-# --------------------------------------------------------------------------------- what comes of it
-
-
-def _held_out_chats(count: int, *, has_tasks: bool) -> list[demo.HeldOutChat]:
-    if count and not has_tasks:
-        raise InvalidConfig("tasks are the demo's own: they need the model 'demo'")
-    chats = demo.held_out_chats()
-    if count > len(chats):
-        raise InvalidConfig(f"tasks must be at most {len(chats)}, got {count}")
-    return chats[:count]
+def _append(path: Path, line: dict[str, Any]) -> None:
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+    except OSError as error:
+        raise CommandFailed(f"cannot write {path}: {error}") from error
 
 
 def _answer_tasks(
@@ -250,15 +167,14 @@ def _answer_tasks(
 ) -> dict[str, dict[str, int]]:
     """By kind of problem: how many were asked, and how many each mode answered right."""
     from gptoss_engine.engine import Engine
-    from gptoss_engine.fidelity import EngineFailed, answer
+    from gptoss_engine.fidelity.answers import EngineFailed, answer
     from gptoss_engine.runner import load_runner
 
-    scores = {
-        kind: Counter(asked=number) for kind, number in Counter(c.kind for c in chats).items()
-    }
+    asked = Counter(chat.kind for chat in chats)
+    scores = {kind: {"asked": asked[kind], **dict.fromkeys(configs, 0)} for kind in sorted(asked)}
     for mode, config in configs.items():
         engine = Engine(config, load_runner(config))
-        with Progress(console=Console(stderr=True), transient=True) as progress:
+        with count_bar() as progress:
             task = progress.add_task(f"answering, {mode}", total=len(chats))
             try:
                 for chat, is_right in answer(engine, chats):
@@ -266,115 +182,4 @@ def _answer_tasks(
                     progress.advance(task)
             except EngineFailed as error:
                 raise CommandFailed(str(error)) from error
-    print_tasks(scores, [*configs])
-    return {kind: dict(score) for kind, score in sorted(scores.items())}
-
-
-def print_tasks(scores: dict[str, Counter[str]], modes: Sequence[str]) -> None:
-    table = Table(title="held-out problems, right answers, greedy")
-    table.add_column("")
-    for heading in ("asked", *modes):
-        table.add_column(heading, justify="right")
-    total = sum(scores.values(), Counter())
-    for kind, score in (*sorted(scores.items()), ("all", total)):
-        shares = [f"{score[mode]}  {100 * score[mode] / score['asked']:.1f} %" for mode in modes]
-        table.add_row(kind, str(score["asked"]), *shares)
-    Console().print(table)
-
-
-def print_fidelity(title: str, weights: str, against: str, fidelity: "Fidelity") -> None:
-    console = Console()
-    console.print(_logits_table(title, weights, against, fidelity))
-    console.print(_layers_table(fidelity.figures()))
-
-
-def _logits_table(title: str, weights: str, against: str, fidelity: "Fidelity") -> Table:
-    figures = fidelity.figures()
-    table = Table(title=f"{title}, {figures['tokens']} tokens, {figures['positions']} judged")
-    for heading in ("", "mean", "median", "p99", "largest"):
-        table.add_column(heading, justify="right" if heading else "left")
-
-    def spread(key: str, scale: float = 1.0) -> list[str]:
-        return [f"{scale * figures[key][each]:.3g}" for each in ("mean", "p50", "p99", "max")]
-
-    table.add_row("KL, nats", *spread("kl"))
-    others = 100 * figures["positions_with_other_experts"]
-    for name, share, key in (
-        ("same experts", 100 - others, "kl_with_same_experts"),
-        ("other experts", others, "kl_with_other_experts"),
-    ):
-        if figures[key] is not None:
-            table.add_row(f"  {name}, {share:.1f} %", f"{figures[key]:.3g}")
-    table.add_row("logits, error in %", *spread("logit_error", 100))
-    table.add_row("same top token, %", f"{100 * figures['top1_agreement']:.2f}")
-    table.add_row(f"perplexity, {against}", f"{fidelity.reference_perplexity:.6g}")
-    table.add_row(f"perplexity, {weights}", f"{fidelity.perplexity:.6g}")
-    return table
-
-
-def _layers_table(figures: dict[str, Any]) -> Table:
-    table = Table(title="by layer, in %")
-    columns = {
-        "error, median": "residual_error_median",
-        "error, p99": "residual_error_p99",
-        "added by attention": "attention_error_median",
-        "added by experts": "experts_error_median",
-        "tokens with other experts": "tokens_with_changed_experts",
-        "experts changed": "changed_experts",
-    }
-    for heading in ("layer", *columns):
-        table.add_column(heading, justify="right")
-    rows = zip(*(figures[name] for name in columns.values()), strict=True)
-    for layer, values in enumerate(rows):
-        table.add_row(str(layer), *(f"{100 * value:.3g}" for value in values))
-    return table
-
-
-def draw(title: str, fidelity: "Fidelity", path: Path) -> None:
-    """Errors and changed experts by layer, and how KL is spread."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    figures = fidelity.figures()
-    figure = Figure(figsize=(13, 3.8), layout="constrained")
-    figure.suptitle(title)
-    errors, changes, kl = figure.subplots(1, 3)
-    layers = range(len(figures["residual_error_median"]))
-    for name, label, style in (
-        ("residual_error_p99", "residual stream, p99", "C0:"),
-        ("residual_error_median", "residual stream, median", "C0-"),
-        ("attention_error_median", "added by attention, median", "C1-o"),
-        ("experts_error_median", "added by experts, median", "C2-s"),
-    ):
-        errors.plot(layers, figures[name], style, label=label, markersize=4)
-    errors.set(xlabel="layer", ylabel="relative error", title="error of a token's vector")
-    if any(figures["residual_error_p99"]):
-        errors.set_yscale("log")
-    errors.legend(fontsize="small")
-
-    for name, label, style in (
-        ("tokens_with_changed_experts", "tokens with another set of experts", "C3-o"),
-        ("changed_experts", "chosen experts that changed", "C4-s"),
-    ):
-        shares = [100 * share for share in figures[name]]
-        changes.plot(layers, shares, style, label=label, markersize=4)
-    changes.set(xlabel="layer", ylabel="%", title="choice of experts", ylim=(0, None))
-    changes.legend(fontsize="small")
-    for axes in (errors, changes):
-        axes.xaxis.get_major_locator().set_params(integer=True)
-
-    least = 1e-12
-    values = fidelity.kl.clamp(min=least).log10().numpy()
-    kl.hist(values, bins=60)
-    kl.set(
-        xlabel=f"log10 of KL in nats ({least:g} and below together)",
-        ylabel="positions",
-        title=f"KL divergence, mean {figures['kl']['mean']:.3g}",
-    )
-    metadata = {"Date": None} if path.suffix == ".svg" else None
-    try:
-        # The same figures give the same file.
-        with matplotlib.rc_context({"svg.hashsalt": "gptoss"}):
-            figure.savefig(path, dpi=110, metadata=metadata)
-    except OSError as error:
-        raise CommandFailed(f"cannot write {path}: {error}") from error
+    return scores

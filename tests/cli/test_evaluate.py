@@ -1,16 +1,21 @@
-"""`gptoss evaluate`: what it reads, what it refuses, and what it leaves behind. No server."""
+"""`gptoss evaluate`: what it reads, what it refuses, and what it leaves behind."""
 
 import json
+import os
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Never
 
 import pytest
 from typer.testing import CliRunner
 
 from gptoss_backend.cli import app
 from gptoss_backend.cli.errors import CommandFailed
-from gptoss_backend.cli.evaluate import read_tokens
+from gptoss_backend.cli.passages import read_tokens
 from gptoss_engine.config import InvalidConfig
+from gptoss_engine.fidelity.answers import EngineFailed
 from gptoss_engine.types import InvalidRequest
 
 from ..tiny_checkpoint import write_tiny_checkpoint
@@ -158,6 +163,71 @@ def test_text_without_two_tokens(tmp_path: Path):
     path.write_text("a")
     with pytest.raises(InvalidRequest, match=r"at least 2 tokens, .*text\.txt holds 1"):
         evaluate("demo", "--text", path)
+
+
+def test_figures_outlive_a_picture_that_cannot_be_drawn(tiny: Path, tmp_path: Path):
+    results, plot = tmp_path / "results.jsonl", tmp_path / "plot.png"
+    plot.mkdir()
+    arguments = (
+        "evaluate",
+        tiny,
+        "--random-tokens",
+        9,
+        "--json",
+        results,
+        "--plot",
+        plot,
+        "--device",
+        "cpu",
+    )
+    done = CliRunner().invoke(app, list(map(str, arguments)))
+    assert isinstance(done.exception, CommandFailed)
+    assert f"cannot write {plot}" in str(done.exception)
+    assert results.read_text().splitlines() == done.stdout.splitlines()[-1:]
+    assert json.loads(results.read_text())["tokens"] == 9
+
+
+def test_figures_outlive_tasks_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: object) -> Iterator[Never]:
+        raise EngineFailed("out of order")
+        yield
+
+    monkeypatch.setattr("gptoss_engine.fidelity.answers.answer", fail)
+    results = tmp_path / "results.jsonl"
+    with pytest.raises(CommandFailed, match="out of order"):
+        evaluate("demo", "--max-tokens", 200, "--tasks", 1, "--json", results, "--device", "cpu")
+    line = json.loads(results.read_text())
+    assert line["top1_agreement"] == 1
+    assert "tasks" not in line
+    assert "commit" in line
+
+
+def test_files_outlive_a_closed_pipe(tiny: Path, tmp_path: Path):
+    """As in `gptoss evaluate ... | head -1`, where head has gone before the table comes."""
+    results, plot = tmp_path / "results.jsonl", tmp_path / "plot.svg"
+    gptoss = (sys.executable, "-c", "from gptoss_backend.cli import main; main()")
+    options = (
+        "--device",
+        "cpu",
+        "--random-tokens",
+        "9",
+        "--json",
+        str(results),
+        "--plot",
+        str(plot),
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            (*gptoss, "evaluate", str(tiny), *options), stdout=writer, stderr=subprocess.PIPE
+        )
+    finally:
+        os.close(writer)
+    assert done.returncode == 1
+    assert b"Traceback" not in done.stderr
+    assert json.loads(results.read_text())["tokens"] == 9
+    assert plot.exists()
 
 
 def test_a_plot_without_matplotlib_is_refused_at_once(monkeypatch: pytest.MonkeyPatch):
