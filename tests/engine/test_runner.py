@@ -146,11 +146,14 @@ def greedy_run(runner: Runner) -> tuple[list[Tensor], list[int]]:
     return logits, [token_id for one in made for token_id in outputs(one)]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_fp8_and_mxfp4_are_the_same_function_and_bf16_is_another(
-    tiny_checkpoint: TinyCheckpoint, tmp_path: Path
+    tiny_checkpoint: TinyCheckpoint, tmp_path: Path, dtype: str
 ):
     published = tiny_checkpoint.original
-    runners = {mode: tiny_runner(published, weights=mode) for mode in ("bf16", "fp8", "mxfp4")}
+    runners = {
+        mode: tiny_runner(published, weights=mode, dtype=dtype) for mode in ("bf16", "fp8", "mxfp4")
+    }
     bf16, _ = greedy_run(runners["bf16"])
     fp8, tokens = greedy_run(runners["fp8"])
     mxfp4, others = greedy_run(runners["mxfp4"])
@@ -165,7 +168,7 @@ def test_fp8_and_mxfp4_are_the_same_function_and_bf16_is_another(
     assert sizes["fp8"] <= 0.51 * sizes["bf16"]
 
     convert(Checkpoint(published), tmp_path / "converted")
-    converted, others = greedy_run(tiny_runner(tmp_path / "converted"))
+    converted, others = greedy_run(tiny_runner(tmp_path / "converted", dtype=dtype))
     assert tokens == others
     assert all(map(torch.equal, fp8, converted))
 
