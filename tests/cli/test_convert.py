@@ -3,43 +3,25 @@
 import json
 import os
 import re
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
-from gptoss_backend.cli import main
 from gptoss_backend.cli.sizes import parse_size
 from gptoss_engine.checkpoint import Checkpoint
 from gptoss_engine.config import InvalidConfig
 
 from ..tiny_checkpoint import TinyCheckpoint, TinySize, write, write_tiny_checkpoint
-
-
-class Done(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Done]
+from .conftest import Run
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    def run(*arguments: object) -> Done:
-        monkeypatch.setattr(sys, "argv", ["gptoss", "convert", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            main()
-        assert isinstance(caught.value.code, int)
-        printed = capsys.readouterr()
-        return Done(caught.value.code, printed.out, printed.err)
-
-    return run
+def run(gptoss: Run) -> Run:
+    return partial(gptoss, "convert")
 
 
 @pytest.fixture(scope="module")

@@ -1,43 +1,24 @@
 """`gptoss make-checkpoint`, run in this process."""
 
 import re
-import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
 
-from gptoss_backend.cli import main
 from gptoss_engine import random_checkpoint
 from gptoss_engine.checkpoint import Checkpoint
 from gptoss_engine.tensor_source import EXPERTS, to_dense
 
-
-class Done(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Done]
+from .conftest import Run
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def run(gptoss: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
     """gptoss make-checkpoint, with a vocabulary of 512 to be quick."""
     monkeypatch.setattr(random_checkpoint, "_VOCAB_SIZE", 512)
-
-    def run(*arguments: object) -> Done:
-        monkeypatch.setattr(sys, "argv", ["gptoss", "make-checkpoint", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            main()
-        assert isinstance(caught.value.code, int)
-        printed = capsys.readouterr()
-        return Done(caught.value.code, printed.out, printed.err)
-
-    return run
+    return partial(gptoss, "make-checkpoint")
 
 
 @pytest.mark.parametrize("layout", ["huggingface", "original", "dequantised", "fp8"])
