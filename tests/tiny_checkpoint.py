@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+from .numbers import FP4, expand_mxfp4
 
 
 @dataclass(frozen=True)
@@ -298,29 +298,11 @@ def quantise_fp8(weight: Tensor, *, is_exact: bool = False) -> tuple[Tensor, Ten
     return values, scales
 
 
-def expand_fp8(values: Tensor, scales: Tensor) -> Tensor:
-    """values * scale, block by block: fp32 [..., N, K]"""
-    expanded = values.float()
-    for row, column in product(range(scales.shape[-2]), range(scales.shape[-1])):
-        place = (..., slice(128 * row, 128 * row + 128), slice(128 * column, 128 * column + 128))
-        expanded[place] *= scales[..., row, column, None, None]
-    return expanded
-
-
 def quantise_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
     """[..., K] -> blocks u8 [..., K / 32, 16], scales u8 [..., K / 32], to the nearest value."""
     groups = weight.float().unflatten(-1, (-1, 32))
     exponent = torch.floor(torch.log2(groups.abs().amax(-1))) - 2
     scaled = groups / torch.exp2(exponent)[..., None]
-    code = (scaled.abs()[..., None] - FP4).abs().argmin(-1) + 8 * (scaled < 0)
+    code = (scaled.abs()[..., None] - FP4[:8]).abs().argmin(-1) + 8 * (scaled < 0)
     blocks = code[..., 0::2] + 16 * code[..., 1::2]
     return blocks.to(torch.uint8), (exponent + 127).to(torch.uint8)
-
-
-def expand_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """The values that blocks and scales stand for, nibble by nibble, fp32 [..., K]."""
-    values = torch.cat((FP4, -FP4))
-    expanded = torch.empty(*blocks.shape[:-1], 32)
-    expanded[..., 0::2] = values[(blocks % 16).long()]
-    expanded[..., 1::2] = values[(blocks // 16).long()]
-    return (expanded * torch.exp2(scales.float() - 127)[..., None]).flatten(-2)

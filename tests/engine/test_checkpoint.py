@@ -11,14 +11,14 @@ from torch import Tensor
 from gptoss_engine.checkpoint import Checkpoint, InvalidCheckpoint, describe
 from gptoss_engine.loading import load_weights
 from gptoss_engine.tensor_source import EXPERTS, to_dense
+from gptoss_kernels.ops import Fp8Weight
 
+from ..numbers import expand_mxfp4, in_float64
 from ..tiny_checkpoint import (
     TinyCheckpoint,
     TinySize,
     converted_config,
     dequantised_tensors,
-    expand_fp8,
-    expand_mxfp4,
     original_tensors,
     write,
     write_converted,
@@ -270,7 +270,8 @@ def test_the_converted_layout_is_read(tmp_path: Path, fp8: tuple[str, ...]):
         assert checkpoint.form(name) == ("fp8" if is_fp8 else "dense")
         expected = original[published].float()
         if is_fp8:
-            expected = expand_fp8(stored[converted], stored[f"{converted}_scale"])
+            weight = Fp8Weight(stored[converted], stored[f"{converted}_scale"])
+            expected = in_float64(weight).float()
         assert torch.equal(read(checkpoint, name), expected), name
     assert len([name for name in checkpoint.shapes if checkpoint.form(name) == "fp8"]) == (
         4 + sum(1 if name == "lm_head" else 2 for name in fp8)
@@ -278,7 +279,7 @@ def test_the_converted_layout_is_read(tmp_path: Path, fp8: tuple[str, ...]):
     for name, weight in (("w13", "mlp1_weight"), ("w2", "mlp2_weight")):
         parts = (original[f"block.1.mlp.{weight}.{part}"] for part in ("blocks", "scales"))
         assert checkpoint.form(f"layers.1.{name}") == "fp8"
-        assert torch.equal(read(checkpoint, f"layers.1.{name}"), expand_mxfp4(*parts))
+        assert torch.equal(read(checkpoint, f"layers.1.{name}"), expand_mxfp4(*parts).float())
     for name, published in (
         ("layers.0.qkv_bias", "block.0.attn.qkv.bias"),
         ("layers.1.w13_bias", "block.1.mlp.mlp1_bias"),

@@ -14,7 +14,7 @@ from gptoss_kernels.fp8 import (
     widen_values,
 )
 
-from .e4m3 import MAGNITUDES, by_block, nearest, same_bytes
+from ..numbers import MAGNITUDES, by_block, in_float64, nearest, same_bytes
 
 EVERY_BYTE = torch.arange(256).to(torch.uint8).view(E4M3)
 
@@ -36,10 +36,6 @@ WEIGHTS = {
     "uniform": random(300, 320, seed=7).erf(),
 }
 EVERY_WEIGHT = pytest.mark.parametrize("weight", WEIGHTS.values(), ids=WEIGHTS)
-
-
-def in_float64(weight: Fp8Weight) -> Tensor:
-    return weight.values.double() * by_block(weight.scale, weight.shape)
 
 
 def largest_by_block(weight: Tensor) -> Tensor:

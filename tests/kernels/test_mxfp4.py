@@ -7,8 +7,8 @@ from torch import Tensor
 from gptoss_kernels.fp8 import Fp8Weight, num_blocks, quantise_weight_exactly
 from gptoss_kernels.mxfp4 import Mxfp4Weight, block_scale, dequantise, widen
 
+from ..numbers import FP4, by_block, expand_mxfp4, in_float64, nearest, same_bytes
 from ..tiny_checkpoint import quantise_mxfp4
-from .e4m3 import FP4, by_block, expand_mxfp4, nearest, same_bytes
 
 EVERY_BYTE = torch.arange(256, dtype=torch.uint8).view(4, 4, 16)  # 4 rows of 4 groups
 EVERY_SCALE = torch.arange(255, dtype=torch.uint8)
@@ -29,10 +29,6 @@ def random_weight(rows: int, groups: int, spread: int, seed: int = 0) -> tuple[T
 
     blocks = integers(rows, groups, 16) & integers(rows, groups, 1)
     return blocks, 120 - integers(rows, groups) % (spread + 1)
-
-
-def in_float64(weight: Fp8Weight) -> Tensor:
-    return weight.values.double() * by_block(weight.scale, weight.shape)
 
 
 def test_every_byte_holds_two_values_low_nibble_first():

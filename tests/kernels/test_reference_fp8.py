@@ -16,7 +16,7 @@ from gptoss_kernels.fp8 import E4M3, SWIGLU_GROUP, Fp8Weight, num_blocks
 from gptoss_kernels.mxfp4 import Mxfp4Weight, block_scale, dequantise
 from gptoss_kernels.testing import rel_error
 
-from .e4m3 import MAGNITUDES, by_block, by_group, nearest, same_bytes
+from ..numbers import MAGNITUDES, by_block, by_group, nearest, same_bytes
 
 BOUND = 2e-6  # up to 45 sums of groups, each scaled and added in fp32
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from gptoss_kernels.fp8 import Fp8Weight
+
 # Bytes 0 to 126: sign 0, exponent 4 bits with a bias of 7, mantissa 3 bits; 127 is NaN.
 MAGNITUDES = torch.tensor(
     [
@@ -31,6 +33,11 @@ def by_block(scale: Tensor, shape: tuple[int, ...], width: int = 128) -> Tensor:
     rows = torch.arange(shape[-2]) // 128
     columns = torch.arange(shape[-1]) // width
     return scale.double()[..., rows, :][..., columns]
+
+
+def in_float64(weight: Fp8Weight) -> Tensor:
+    """values * scale: [..., N, K]"""
+    return weight.values.double() * by_block(weight.scale, weight.shape)
 
 
 def by_group(scale: Tensor, columns: int, width: int) -> Tensor:
