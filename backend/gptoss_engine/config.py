@@ -132,7 +132,7 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
 def _convert(name: str, value: Any, kind: Any) -> Any:
     if get_origin(kind) is Literal:
         if value not in get_args(kind):
-            choices = ", ".join(map(str, get_args(kind)))
+            choices = ", ".join(filter(None, get_args(kind)))
             raise InvalidConfig(f"{name} must be one of {choices}, got {shown(value)}")
         return value
     try:
