@@ -1,5 +1,7 @@
 """Checkpoint folders: every tensor's header is checked, then what is asked for is read in place."""
 
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,14 +16,15 @@ from torch import Tensor
 from gptoss_engine import demo
 from gptoss_engine.layouts import (
     Layout,
-    Source,
+    StoredTensor,
     count_parameters,
     detect,
     may_be_fp8,
     scale_name,
-    sources,
+    stored_tensors,
 )
 from gptoss_engine.model_config import InvalidCheckpoint, ModelConfig, quant_method, read_json
+from gptoss_engine.tensor_files import INDEX_FILE
 from gptoss_engine.tensor_source import EXPERTS, Form, Mxfp4Blocks, Stored
 from gptoss_kernels.fp8 import BLOCK
 from gptoss_kernels.mxfp4 import GROUP, NAN_SCALE
@@ -29,14 +32,16 @@ from gptoss_kernels.ops import Fp8Weight
 
 __all__ = ["Checkpoint", "InvalidCheckpoint", "Summary", "checkpoint_folder", "describe"]
 
-INDEX_FILE = "model.safetensors.index.json"
 MAX_NAMED = 8  # tensors that an error names of each fault
 ALL = slice(None)
 ITEM_SIZES = {"BF16": 2, "F32": 4, "U8": 1, "F8_E4M3": 1}
 
 
 class Checkpoint:
-    """An open checkpoint folder, in any layout: a TensorSource. Only what is read is in memory."""
+    """An open checkpoint folder, in any layout: an IdentifiedSource.
+
+    Only what is read is in memory.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         """Reads the configuration and every file's header, no tensor.
@@ -49,13 +54,18 @@ class Checkpoint:
         self.config = ModelConfig.from_folder(self.folder)
         self._files = _open_files(self.folder)
         self.layout: Layout = self._detect_layout()
-        self._sources = sources(self.config, self.layout, self._dense())
+        self._sources = stored_tensors(self.config, self.layout, self._dense())
         self._check_sizes()
         self._check_tensors()
 
     @property
     def label(self) -> str:
         return str(self.folder)
+
+    @property
+    def name(self) -> str:
+        folder = self.folder.resolve()
+        return f"{folder.parent.name}/original" if folder.name == "original" else folder.name
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -72,6 +82,26 @@ class Checkpoint:
             prod(shape) * ITEM_SIZES[self._files[part].get_slice(part).get_dtype()]
             for part, shape in self._sources[name].parts.items()
         )
+
+    def fingerprint(self) -> str:
+        """Of the configuration and the files' headers: the tensors' names, shapes and places."""
+        digest = hashlib.sha256(json.dumps(self.config.to_huggingface()).encode())
+        for path in _tensor_files(self.folder):
+            digest.update(f"{path.name} {path.stat().st_size}".encode())
+            with path.open("rb") as file:
+                digest.update(file.read(int.from_bytes(file.read(8), "little")))
+        return digest.hexdigest()
+
+    def identity(self) -> dict[str, Any]:
+        times = {path.name: path.stat().st_mtime_ns for path in _tensor_files(self.folder)}
+        return {
+            "fingerprint": self.fingerprint(),
+            "folder": str(self.folder.resolve()),
+            "modified": times,
+        }
+
+    def reopened(self) -> "Checkpoint":
+        return Checkpoint(self.folder)
 
     def read(
         self,
@@ -107,7 +137,7 @@ class Checkpoint:
     def _slice(self, name: str) -> Any:
         return self._files[name].get_slice(name)
 
-    def _read_rows(self, source: Source, rows: slice, columns: slice) -> Tensor:
+    def _read_rows(self, source: StoredTensor, rows: slice, columns: slice) -> Tensor:
         pieces, first = [], 0
         for name, (num_rows, *others) in source.parts.items():
             start, stop = max(rows.start - first, 0), min(rows.stop - first, num_rows)

@@ -6,13 +6,11 @@ attention, and the unembedding if asked, get the scales that minimise their erro
 copied. Matrices are converted a band of rows at a time by all cores, and written in order.
 """
 
-import hashlib
 import importlib.metadata
-import json
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from math import prod, sqrt
 from pathlib import Path
@@ -21,14 +19,23 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from gptoss_engine.checkpoint import INDEX_FILE, Checkpoint, InvalidCheckpoint
-from gptoss_engine.checkpoint_writer import CHECKSUMS_FILE, TensorGroup, write_checkpoint
-from gptoss_engine.layouts import Source, may_be_fp8, sources
+from gptoss_engine.checkpoint import Checkpoint, InvalidCheckpoint
+from gptoss_engine.checkpoint_writer import CHECKSUMS_FILE, write_checkpoint
+from gptoss_engine.layouts import StoredTensor, may_be_fp8, stored_tensors
 from gptoss_engine.model_config import FP8_QUANTISATION, read_json
-from gptoss_engine.tensor_source import EXPERTS, TensorSource, expert_to_fp8, to_fp8
+from gptoss_engine.tensor_files import TensorGroup
+from gptoss_engine.tensor_source import (
+    EXPERTS,
+    IdentifiedSource,
+    TensorSource,
+    expert_to_fp8,
+    read_pieces,
+    reading,
+    to_fp8,
+)
+from gptoss_engine.work_folder import as_json
 from gptoss_engine.workers import bands, expert_bands, in_order, workers
 from gptoss_kernels.fp8 import BLOCK, E4M3
-from gptoss_kernels.mxfp4 import GROUP
 from gptoss_kernels.ops import Fp8Weight
 
 Precision = Literal["fp8", "bf16"]
@@ -38,10 +45,12 @@ MAX_LISTED = 1000  # inexact blocks in the report; their counts are complete
 MAX_NAMED = 4  # of them in a sentence
 
 _COPIED_AT_ONCE = 2**26  # bytes
-_MAX_FILE_BYTES = 2**26  # of what else lies in the source's folder
+_MAX_FILE_BYTES = 2**26  # of what else lies in the source's folder; larger files are not copied
+_MAX_FILES_BYTES = 2**28  # of all such files: they are in memory together
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx")
-# What the target has of its own, and what describes the original layout's tensors.
-_NOT_COPIED = ("config.json", INDEX_FILE, CHECKSUMS_FILE, REPORT_FILE, "dtypes.json")
+# What the target has of its own, and what describes the source's files of tensors.
+_NOT_COPIED = ("config.json", CHECKSUMS_FILE, REPORT_FILE, "dtypes.json")
+_INDEX_SUFFIX = ".index.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,27 +65,54 @@ DEFAULT_OPTIONS = Options()
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """What was converted. Bytes are of tensors; num_kept_bytes: those of an interrupted run.
+class Conversion:
+    """What conversion.json says: what the folder was made from and how, without paths and dates.
 
     inexact: tensor -> number of its blocks that are not exact; inexact_blocks: the first of them as
     (tensor, expert, block row, block column). relative_error: of matrices that were rounded, by
     kind, the mean over the layers of |converted - original| / |original|, in Frobenius norms.
     """
 
+    version: str
+    source: str
+    fingerprint: str
+    attention_weights: Precision
+    lm_head: Precision
+    expert_blocks: int
+    inexact: dict[str, int]
+    inexact_blocks: list[tuple[str, int, int, int]]
+    relative_error: dict[str, float]
+
+    @classmethod
+    def read(cls, folder: Path) -> "Conversion":
+        path = folder / REPORT_FILE
+        says = read_json(path)
+        if says.keys() != {field.name for field in fields(cls)} or not (
+            isinstance(says["inexact"], dict) and isinstance(says["inexact_blocks"], list)
+        ):
+            raise InvalidCheckpoint(f"{path} is not as gptoss convert writes it")
+        says["inexact_blocks"] = [tuple(block) for block in says["inexact_blocks"]]
+        return cls(**says)
+
+    @property
+    def num_inexact(self) -> int:
+        return sum(self.inexact.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was converted. Bytes are of tensors; num_kept_bytes: those of an interrupted run."""
+
     num_tensors: int
     num_files: int
     source_bytes: int
     num_bytes: int
     num_kept_bytes: int
-    num_expert_blocks: int
-    inexact: dict[str, int]
-    inexact_blocks: list[tuple[str, int, int, int]]
-    relative_error: dict[str, float]
+    conversion: Conversion
 
 
 def convert(
-    source: TensorSource,
+    source: IdentifiedSource,
     target: Path,
     options: Options = DEFAULT_OPTIONS,
     *,
@@ -85,71 +121,44 @@ def convert(
 ) -> Report:
     """Writes the folder `target`; write_checkpoint says what is left when that ends early.
 
-    Raises InvalidCheckpoint where the source is converted already, where a matrix holds what is no
-    number, and, without allow_inexact, at the first tensor that FP8 cannot hold exactly.
+    Raises InvalidCheckpoint where the source is converted already or cannot be read, where a matrix
+    holds what is no number, and, without allow_inexact, at the first tensor that FP8 cannot hold
+    exactly; CannotWrite as write_checkpoint does.
     """
     if any(source.form(name) == "fp8" for name in source.shapes):
         raise InvalidCheckpoint(f"{source.label} is already converted: its weights are FP8")
     targets = target_tensors(source, options)
-    said: dict[str, Any] = {}
-
-    def summarise(notes: list[Any]) -> dict[str, bytes]:
-        said.update(_summary(targets, notes))
-        about = {"version": _version(), "source": _short_label(source)}
-        return {REPORT_FILE: _json(about | origin(source, options) | said)}
-
+    groups = partial(_group, source, allow_inexact=allow_inexact)
     with workers() as executor:
         written = write_checkpoint(
             target,
-            [
-                _group(source, name, tensor, executor, allow_inexact)
-                for name, tensor in targets.items()
-            ],
+            [groups(name, tensor, executor) for name, tensor in targets.items()],
             files=_small_files(source),
-            identity=_identity(source, options),
+            identity=partial(_identity, source, options),
             shard_bytes=shard_bytes,
-            description=f"converting {_short_label(source)}",
-            summarise=summarise,
+            description=f"converting {source.name}",
+            summarise=partial(_conversion_file, source, options, targets),
         )
     return Report(
         num_tensors=sum(len(each.parts) for each in targets.values()),
         num_files=written.num_files,
-        source_bytes=sum(stored_bytes(source, name) for name in source.shapes),
+        source_bytes=sum(source.num_bytes(name) for name in source.shapes),
         num_bytes=written.num_bytes,
         num_kept_bytes=written.num_kept_bytes,
-        num_expert_blocks=said["expert_blocks"],
-        inexact=said["inexact"],
-        inexact_blocks=said["inexact_blocks"],
-        relative_error=said["relative_error"],
+        conversion=Conversion.read(target),
     )
 
 
-def target_tensors(source: TensorSource, options: Options) -> dict[str, Source]:
+def target_tensors(source: TensorSource, options: Options) -> dict[str, StoredTensor]:
     """The converted tensors by the engine's names; the first part of each is the weight."""
     dense = {
         name
         for name in may_be_fp8(source.config)
         if (options.lm_head if name == "unembedding" else options.attention_weights) == "bf16"
     }
-    found = sources(source.config, "fp8", dense=dense)
+    found = stored_tensors(source.config, "fp8", dense=dense)
     last = {name: found.pop(name) for name in ("norm", "unembedding")}
     return found | last  # in the order in which a model uses them
-
-
-def origin(source: TensorSource, options: Options) -> dict[str, str]:
-    """What a conversion is made from, and how, without paths and dates."""
-    return {
-        "fingerprint": _fingerprint(source),
-        "attention_weights": options.attention_weights,
-        "lm_head": options.lm_head,
-    }
-
-
-def stored_bytes(source: TensorSource, name: str) -> int:
-    size = prod(source.shapes[name])
-    if source.form(name) == "mxfp4":
-        return size // 2 + size // GROUP
-    return size * dense_rows(source, name, slice(0, 1)).dtype.itemsize
 
 
 def dense_rows(source: TensorSource, name: str, rows: slice) -> Tensor:
@@ -159,36 +168,33 @@ def dense_rows(source: TensorSource, name: str, rows: slice) -> Tensor:
     return stored
 
 
-def reopened(source: TensorSource) -> TensorSource:
-    """With nothing of it in memory: a mapped file stays there for as long as it is open."""
-    return Checkpoint(source.folder) if isinstance(source, Checkpoint) else source
-
-
 def _group(
-    source: TensorSource,
+    source: IdentifiedSource,
     name: str,
-    target: Source,
+    target: StoredTensor,
     executor: ThreadPoolExecutor,
+    *,
     allow_inexact: bool,
 ) -> TensorGroup:
     if target.kind != "fp8":
         dtypes = [dense_rows(source, name, slice(0, 1)).dtype]
-        produce = partial(_copied, source, name)
+        make = partial(_copied, source, name)
     else:
         dtypes = [E4M3, torch.float32]
         weight = next(iter(target.parts))
         if name.endswith(EXPERTS):
-            produce = partial(_experts, source, name, weight, executor, allow_inexact)
+            make = partial(_experts, source, name, weight, executor, allow_inexact)
         else:
-            produce = partial(_quantised, source, name, weight, executor)
+            make = partial(_quantised, source, name, weight, executor)
     shapes = target.parts.items()
     return TensorGroup(
-        {part: (dtype, shape) for (part, shape), dtype in zip(shapes, dtypes, strict=True)}, produce
+        {part: (dtype, shape) for (part, shape), dtype in zip(shapes, dtypes, strict=True)},
+        lambda notes: read_pieces(source, make(notes)),
     )
 
 
-def _copied(source: TensorSource, name: str) -> Iterator[Tensor]:
-    source = reopened(source)
+def _copied(source: IdentifiedSource, name: str, _: dict[str, Any]) -> Iterator[Tensor]:
+    source = source.reopened()
     num_rows, *columns = source.shapes[name]
     at_once = max(1, _COPIED_AT_ONCE // (4 * prod(columns)))
     for rows in bands(num_rows, at_once):
@@ -196,14 +202,18 @@ def _copied(source: TensorSource, name: str) -> Iterator[Tensor]:
 
 
 def _quantised(
-    source: TensorSource, name: str, weight: str, executor: ThreadPoolExecutor
-) -> Generator[Tensor, None, Any]:
+    source: IdentifiedSource,
+    name: str,
+    weight: str,
+    executor: ThreadPoolExecutor,
+    notes: dict[str, Any],
+) -> Iterator[Tensor]:
     """Notes: the relative error."""
-    source = reopened(source)
+    source = source.reopened()
 
     def quantise(rows: slice) -> tuple[Fp8Weight, float, float]:
         original = dense_rows(source, name, rows)
-        with named(source, weight):
+        with naming(source, weight):
             quantised = to_fp8(original)
         error = quantised.dequantise(torch.float32) - original.float()
         return quantised, _sum_of_squares(error), _sum_of_squares(original.float())
@@ -215,22 +225,23 @@ def _quantised(
         scales.append(quantised.scale)
         yield quantised.values
     yield from scales
-    return {"error": sqrt(errors / originals) if originals else 0.0}
+    notes["error"] = sqrt(errors / originals) if originals else 0.0
 
 
 def _experts(
-    source: TensorSource,
+    source: IdentifiedSource,
     name: str,
     weight: str,
     executor: ThreadPoolExecutor,
     allow_inexact: bool,
-) -> Generator[Tensor, None, Any]:
+    notes: dict[str, Any],
+) -> Iterator[Tensor]:
     """Notes: the number of blocks, that of the inexact ones, and where the first of those are."""
-    source = reopened(source)
+    source = source.reopened()
 
     def widen(expert: int, rows: slice) -> tuple[Fp8Weight, Tensor]:
         stored = source.read(name, expert, rows)
-        with named(source, weight):
+        with naming(source, weight):
             return expert_to_fp8(stored)
 
     scales, num_blocks, num_inexact = [], 0, 0
@@ -249,11 +260,11 @@ def _experts(
     if num_inexact and not allow_inexact:
         raise InvalidCheckpoint(_inexact_sentence(source, weight, num_inexact, listed))
     yield from scales
-    return {"blocks": num_blocks, "inexact": num_inexact, "listed": listed}
+    notes.update(blocks=num_blocks, inexact=num_inexact, listed=listed)
 
 
 @contextmanager
-def named(source: TensorSource, weight: str) -> Iterator[None]:
+def naming(source: TensorSource, weight: str) -> Iterator[None]:
     """What is no number is refused by name."""
     try:
         yield
@@ -276,32 +287,43 @@ def _inexact_sentence(
     return (
         f"{source.label}: FP8 cannot hold {num_inexact} of the 128 x 128 blocks of {weight} "
         f"exactly ({first}{more}): their exponents spread too far, or they never were MXFP4; "
-        "--allow-inexact rounds such blocks to the nearest, and lists them"
+        "with --allow-inexact such blocks are rounded to the nearest, and listed"
     )
 
 
-def _summary(targets: dict[str, Source], notes: list[Any]) -> dict[str, Any]:
-    """What the report says of the tensors, from the notes of their groups."""
+def _conversion_file(
+    source: IdentifiedSource,
+    options: Options,
+    targets: dict[str, StoredTensor],
+    notes: list[dict[str, Any]],
+) -> dict[str, bytes]:
+    """conversion.json, from the notes of the tensors' groups."""
     inexact: dict[str, int] = {}
-    listed: list[tuple[Any, ...]] = []
+    listed: list[tuple[str, int, int, int]] = []
     errors: dict[str, list[float]] = {}
     for (name, target), note in zip(targets.items(), notes, strict=True):
         weight = next(iter(target.parts))
         if name.endswith(EXPERTS):
             if note["inexact"]:
                 inexact[weight] = note["inexact"]
-            listed += [(weight, *block) for block in note["listed"]]
+            listed += [(weight, expert, row, column) for expert, row, column in note["listed"]]
         elif target.kind == "fp8":
             errors.setdefault(name.split(".")[-1], []).append(note["error"])
-    return {
-        "expert_blocks": sum(note["blocks"] for note in notes if note and "blocks" in note),
-        "inexact": inexact,
-        "inexact_blocks": listed[:MAX_LISTED],
-        "relative_error": {kind: round(sum(each) / len(each), 6) for kind, each in errors.items()},
-    }
+    conversion = Conversion(
+        version=_version(),
+        source=source.name,
+        fingerprint=source.fingerprint(),
+        attention_weights=options.attention_weights,
+        lm_head=options.lm_head,
+        expert_blocks=sum(note.get("blocks", 0) for note in notes),
+        inexact=inexact,
+        inexact_blocks=listed[:MAX_LISTED],
+        relative_error={kind: round(sum(each) / len(each), 6) for kind, each in errors.items()},
+    )
+    return {REPORT_FILE: as_json(asdict(conversion))}
 
 
-def _small_files(source: TensorSource) -> dict[str, bytes]:
+def _small_files(source: IdentifiedSource) -> dict[str, bytes]:
     """config.json, which names the quantisation, and copies of the tokenizer's files and the like.
 
     original/ lies inside the Hugging Face folder, whose files then count too.
@@ -316,59 +338,44 @@ def _small_files(source: TensorSource) -> dict[str, bytes]:
             files |= _copies(folder.parent)
         files |= _copies(folder)
     config["quantization_config"] = FP8_QUANTISATION
-    return files | {"config.json": _json(config)}
+    return files | {"config.json": as_json(config)}
 
 
 def _copies(folder: Path) -> dict[str, bytes]:
-    return {
-        path.name: path.read_bytes()
-        for path in sorted(folder.iterdir())
-        if path.is_file()
+    files: dict[str, bytes] = {}
+    for path in sorted(folder.iterdir()):
+        if not _is_copied(path):
+            continue
+        try:
+            files[path.name] = path.read_bytes()
+        except OSError as error:
+            raise InvalidCheckpoint(f"cannot read {path}: {error.strerror}") from error
+        if sum(map(len, files.values())) > _MAX_FILES_BYTES:
+            raise InvalidCheckpoint(
+                f"{folder} holds more than {_MAX_FILES_BYTES >> 20} MiB of small files beside its "
+                "tensors, which would be copied: move out what is not the model's"
+            )
+    return files
+
+
+def _is_copied(path: Path) -> bool:
+    return (
+        path.is_file()
         and not path.name.startswith(".")
         and path.name not in _NOT_COPIED
-        and path.suffix not in _WEIGHT_SUFFIXES
+        and not path.name.endswith((_INDEX_SUFFIX, *_WEIGHT_SUFFIXES))
         and path.stat().st_size <= _MAX_FILE_BYTES
-    }
+    )
 
 
-def _identity(source: TensorSource, options: Options) -> dict[str, Any]:
+def _identity(source: IdentifiedSource, options: Options) -> dict[str, Any]:
     """What an interrupted run must have in common with the one that goes on.
 
     Not allow_inexact: up to the first inexact tensor it changes nothing.
     """
-    identity = origin(source, options) | {"version": _version()}
-    if isinstance(source, Checkpoint):
-        folder = source.folder.resolve()
-        times = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")}
-        identity |= {"folder": str(folder), "modified": times}
-    return identity
-
-
-def _fingerprint(source: TensorSource) -> str:
-    """Of the configuration and of all tensors' headers; their values are verify's matter."""
-    digest = hashlib.sha256(_json(source.config.to_huggingface()))
-    for name, shape in source.shapes.items():
-        digest.update(f"{name} {shape} {source.form(name)}".encode())
-    if not isinstance(source, Checkpoint):
-        digest.update(source.label.encode())
-    else:
-        for path in sorted(source.folder.glob("*.safetensors")):
-            digest.update(f"{path.name} {path.stat().st_size}".encode())
-            with path.open("rb") as file:
-                digest.update(file.read(int.from_bytes(file.read(8), "little")))
-    return digest.hexdigest()
-
-
-def _short_label(source: TensorSource) -> str:
-    if not isinstance(source, Checkpoint):
-        return source.label
-    folder = source.folder.resolve()
-    return f"{folder.parent.name}/original" if folder.name == "original" else folder.name
+    with reading(source):
+        return source.identity() | asdict(options) | {"version": _version()}
 
 
 def _version() -> str:
     return importlib.metadata.version("gptoss-backend")
-
-
-def _json(values: Any) -> bytes:
-    return (json.dumps(values, indent=2) + "\n").encode()

@@ -12,6 +12,7 @@ from math import prod
 from typing import Literal
 
 from gptoss_engine.model_config import ModelConfig
+from gptoss_engine.tensor_source import EXPERTS
 from gptoss_kernels.fp8 import num_blocks
 from gptoss_kernels.mxfp4 import GROUP
 
@@ -49,11 +50,11 @@ _CONVERTED = {
 }
 _NORMS = ("norm", "attention_norm", "mlp_norm")
 _ATTENTION = ("qkv", "out")
-_EXPERTS = ("w13", "w13_bias", "w2", "w2_bias")
+_OF_EXPERTS = (*EXPERTS, "w13_bias", "w2_bias")
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class StoredTensor:
     """Where one of the engine's tensors, of this shape, lies: file tensors by name, and how.
 
     rows: they follow each other along dimension 0. mxfp4: blocks, then scales. transposed: one,
@@ -78,7 +79,9 @@ def detect(names: Iterable[str]) -> Layout:
     return "huggingface" if is_quantised else "dequantised"
 
 
-def sources(config: ModelConfig, layout: Layout, dense: Collection[str] = ()) -> dict[str, Source]:
+def stored_tensors(
+    config: ModelConfig, layout: Layout, dense: Collection[str] = ()
+) -> dict[str, StoredTensor]:
     """Every tensor of the model by the engine's name.
 
     dense: what of "unembedding" and the layers' "qkv" and "out" is bf16 in the "fp8" layout.
@@ -86,7 +89,7 @@ def sources(config: ModelConfig, layout: Layout, dense: Collection[str] = ()) ->
     shapes = tensor_shapes(config)
     layers = [(f"layers.{layer}.", field) for layer in range(config.num_layers) for field in _LAYER]
     return {
-        prefix + field: _source(prefix + field, shapes[field], config, layout, dense)
+        prefix + field: _stored_tensor(prefix + field, shapes[field], config, layout, dense)
         for prefix, field in (*(("", field) for field in _MODEL), *layers)
     }
 
@@ -133,7 +136,7 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
     and the embedding, of which it reads one row."""
     sizes = {name: prod(shape) for name, shape in tensor_shapes(config).items()}
     layer = sum(sizes[name] for name in _LAYER)
-    expert = sum(sizes[name] for name in _EXPERTS) // config.num_experts
+    expert = sum(sizes[name] for name in _OF_EXPERTS) // config.num_experts
     total = sum(sizes[name] for name in _MODEL) + config.num_layers * layer
     idle = config.num_layers * (config.num_experts - config.experts_per_token) * expert
     return total, total - idle - sizes["embedding"]
@@ -151,13 +154,13 @@ def _file_name(name: str, layout: Layout) -> str:
     return f"{prefix}.{layer}.{file_name}"
 
 
-def _source(
+def _stored_tensor(
     name: str,
     shape: tuple[int, ...],
     config: ModelConfig,
     layout: Layout,
     dense: Collection[str],
-) -> Source:
+) -> StoredTensor:
     field, file_name = name.split(".")[-1], _file_name(name, layout)
     dtypes = ("BF16", "F32") if field in _NORMS else ("BF16",)
     if "{q,k,v}" in file_name:
@@ -166,8 +169,8 @@ def _source(
             file_name.replace("{q,k,v}", letter): (count * config.head_dim, *shape[1:])
             for letter, count in heads.items()
         }
-        return Source(shape, "rows", parts, dict.fromkeys(parts, dtypes))
-    is_expert = field in ("w13", "w2")
+        return StoredTensor(shape, "rows", parts, dict.fromkeys(parts, dtypes))
+    is_expert = field in EXPERTS
     if (
         layout == "fp8"
         and name not in dense
@@ -175,16 +178,18 @@ def _source(
     ):
         scale = (*shape[:-2], num_blocks(shape[-2]), num_blocks(shape[-1]))
         parts = {file_name: shape, scale_name(file_name): scale}
-        return Source(shape, "fp8", parts, dict(zip(parts, (("F8_E4M3",), ("F32",)), strict=True)))
+        return StoredTensor(
+            shape, "fp8", parts, dict(zip(parts, (("F8_E4M3",), ("F32",)), strict=True))
+        )
     if not is_expert:
-        return Source(shape, "rows", {file_name: shape}, {file_name: dtypes})
+        return StoredTensor(shape, "rows", {file_name: shape}, {file_name: dtypes})
     if layout == "dequantised":
         parts = {file_name: (shape[0], shape[2], shape[1])}
-        return Source(shape, "transposed", parts, {file_name: dtypes})
+        return StoredTensor(shape, "transposed", parts, {file_name: dtypes})
     separator = "." if layout == "original" else "_"
     scales = (*shape[:2], shape[2] // GROUP)
     parts = {
         f"{file_name}{separator}blocks": (*scales, GROUP // 2),
         f"{file_name}{separator}scales": scales,
     }
-    return Source(shape, "mxfp4", parts, dict.fromkeys(parts, ("U8",)))
+    return StoredTensor(shape, "mxfp4", parts, dict.fromkeys(parts, ("U8",)))

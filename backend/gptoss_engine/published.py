@@ -1,7 +1,5 @@
 """A TensorSource written as a checkpoint folder in one of the published layouts."""
 
-import hashlib
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
@@ -11,10 +9,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from gptoss_engine.checkpoint_writer import TensorGroup, Written, write_checkpoint
-from gptoss_engine.layouts import Source, sources
+from gptoss_engine.checkpoint_writer import Written, write_checkpoint
+from gptoss_engine.layouts import StoredTensor, stored_tensors
 from gptoss_engine.model_config import ModelConfig
-from gptoss_engine.tensor_source import EXPERTS, Mxfp4Blocks, TensorSource, to_dense
+from gptoss_engine.tensor_files import TensorGroup
+from gptoss_engine.tensor_source import (
+    IdentifiedSource,
+    Mxfp4Blocks,
+    TensorSource,
+    read_pieces,
+    to_dense,
+)
+from gptoss_engine.work_folder import as_json
 from gptoss_engine.workers import bands, in_order, workers
 
 PublishedLayout = Literal["huggingface", "original", "dequantised"]
@@ -32,44 +38,45 @@ _MXFP4 = {
 
 
 def write_published(
-    source: TensorSource, target: Path, layout: PublishedLayout, *, shard_bytes: int
+    source: IdentifiedSource, target: Path, layout: PublishedLayout, *, shard_bytes: int
 ) -> Written:
     """Experts as MXFP4, which the source must hold, or dequantised; all else bf16.
 
-    The source's tensors are read by all cores. Raises CannotWrite: see checkpoint_writer.
+    The source's tensors are read by all cores. Raises InvalidCheckpoint where it cannot be read,
+    and CannotWrite: see checkpoint_writer.
     """
     with workers() as executor:
         return write_checkpoint(
             target,
             [
                 _group(source, name, where, executor)
-                for name, where in sources(source.config, layout).items()
+                for name, where in stored_tensors(source.config, layout).items()
             ],
             files={
-                "config.json": _json(_config(source.config, layout)),
-                "generation_config.json": _json(
+                "config.json": as_json(_config(source.config, layout)),
+                "generation_config.json": as_json(
                     {"eos_token_id": sorted(source.config.eos_token_ids)}
                 ),
             },
-            identity={"source": source.label, "layout": layout, "sample": _sample(source)},
+            identity=lambda: {"layout": layout} | source.identity(),
             shard_bytes=shard_bytes,
             description=f"{source.label}, {layout} layout",
         )
 
 
 def _group(
-    source: TensorSource, name: str, where: Source, executor: ThreadPoolExecutor
+    source: TensorSource, name: str, where: StoredTensor, executor: ThreadPoolExecutor
 ) -> TensorGroup:
     dtype = torch.uint8 if where.kind == "mxfp4" else torch.bfloat16
     produce = {"mxfp4": _blocks_then_scales, "transposed": _transposed, "rows": _rows}[where.kind]
     return TensorGroup(
         {part: (dtype, shape) for part, shape in where.parts.items()},
-        lambda: produce(source, name, where, executor),
+        lambda _: read_pieces(source, produce(source, name, where, executor)),
     )
 
 
 def _blocks_then_scales(
-    source: TensorSource, name: str, where: Source, executor: ThreadPoolExecutor
+    source: TensorSource, name: str, where: StoredTensor, executor: ThreadPoolExecutor
 ) -> Iterator[Tensor]:
     scales = []  # a sixteenth of the blocks: kept, so that nothing is read twice
     experts = [(name, expert) for expert in range(where.shape[0])]
@@ -81,7 +88,7 @@ def _blocks_then_scales(
 
 
 def _transposed(
-    source: TensorSource, name: str, where: Source, executor: ThreadPoolExecutor
+    source: TensorSource, name: str, where: StoredTensor, executor: ThreadPoolExecutor
 ) -> Iterator[Tensor]:
     def read(expert: int) -> Tensor:
         dense = to_dense(source.read(name, expert), torch.bfloat16)
@@ -91,7 +98,7 @@ def _transposed(
 
 
 def _rows(
-    source: TensorSource, name: str, where: Source, executor: ThreadPoolExecutor
+    source: TensorSource, name: str, where: StoredTensor, executor: ThreadPoolExecutor
 ) -> Iterator[Tensor]:
     def read(rows: slice) -> Tensor:
         return to_dense(source.read(name, rows=rows), torch.bfloat16)
@@ -126,16 +133,3 @@ def _config(config: ModelConfig, layout: PublishedLayout) -> dict[str, Any]:
         "rope_ntk_alpha": config.rope.beta_slow,
         "rope_ntk_beta": config.rope.beta_fast,
     }
-
-
-def _sample(source: TensorSource) -> str:
-    """Of a few of the numbers: the same label from another version may stand for others."""
-    digest = hashlib.sha256()
-    for name in source.shapes:
-        stored = source.read(name, 0 if name.endswith(EXPERTS) else None, rows=slice(1))
-        digest.update(to_dense(stored, torch.float32).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _json(values: dict[str, Any]) -> bytes:
-    return (json.dumps(values, indent=2) + "\n").encode()

@@ -21,16 +21,16 @@ from functools import lru_cache
 from math import frexp, ldexp, prod, sqrt
 from statistics import NormalDist
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gptoss_engine.layouts import sources
+from gptoss_engine.layouts import stored_tensors
 from gptoss_engine.model_config import GPT_OSS_EOS_TOKEN_IDS, ModelConfig, YarnRope
-from gptoss_engine.tensor_source import EXPERTS, Form, Mxfp4Blocks
+from gptoss_engine.tensor_source import EXPERTS, Form, Mxfp4Blocks, to_dense
 from gptoss_kernels.mxfp4 import GROUP
 
 Like = Literal["20b", "120b", "tiny"]
@@ -102,7 +102,7 @@ _EXPONENT_COUNTS = {-4: 2, -3: 10, -2: 40, -1: 92, 0: 80, 1: 28, 2: 4}
 
 
 class RandomCheckpoint:
-    """A TensorSource of the real models' shapes: experts in MXFP4, all else bf16.
+    """An IdentifiedSource of the real models' shapes: experts in MXFP4, all else bf16.
 
     A smaller num_layers or vocab_size takes the first layers and rows of the same weights. Reading
     is thread-safe, and most of it runs without the interpreter's lock.
@@ -125,11 +125,34 @@ class RandomCheckpoint:
             _VOCAB_SIZE if vocab_size is None else vocab_size,
         )
         self.shapes = {
-            name: source.shape for name, source in sources(self.config, "huggingface").items()
+            name: source.shape
+            for name, source in stored_tensors(self.config, "huggingface").items()
         }
+
+    @property
+    def name(self) -> str:
+        return self.label
 
     def form(self, name: str) -> Form:
         return "mxfp4" if _field(name) in EXPERTS else "dense"
+
+    def num_bytes(self, name: str) -> int:
+        size = prod(self.shapes[name])
+        return size // 2 + size // GROUP if _field(name) in EXPERTS else 2 * size
+
+    def fingerprint(self) -> str:
+        """Of a few of the numbers too: from another version the same label may be of others."""
+        digest = hashlib.sha256(f"{self.label} {self.config.to_huggingface()}".encode())
+        for name in self.shapes:
+            stored = self.read(name, 0 if _field(name) in EXPERTS else None, rows=slice(1))
+            digest.update(to_dense(stored, torch.float32).numpy().tobytes())
+        return digest.hexdigest()
+
+    def identity(self) -> dict[str, Any]:
+        return {"fingerprint": self.fingerprint()}
+
+    def reopened(self) -> "RandomCheckpoint":
+        return self
 
     def read(
         self,

@@ -4,12 +4,14 @@ Names are those of layouts.py. A matrix is read as it is stored; what it becomes
 asks: the loader by the weight mode, the converter by its options.
 """
 
-from typing import Literal, NamedTuple, Protocol
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from gptoss_engine.model_config import ModelConfig
+from gptoss_engine.model_config import InvalidCheckpoint, ModelConfig
 from gptoss_kernels import fp8, mxfp4
 from gptoss_kernels.ops import Fp8Weight, Mxfp4Weight
 
@@ -62,6 +64,46 @@ class TensorSource(Protocol):
         (128 in FP8, 32 along K in MXFP4) or at the end.
         """
         ...
+
+
+class IdentifiedSource(TensorSource, Protocol):
+    """A TensorSource that can be told from others: what folders are written from."""
+
+    @property
+    def name(self) -> str:
+        """The label without paths."""
+        ...
+
+    def num_bytes(self, name: str) -> int:
+        """Of the tensor as it is stored."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Of the configuration and the tensors, not reading them all, wherever they lie."""
+        ...
+
+    def identity(self) -> dict[str, Any]:
+        """As JSON: with the fingerprint, whatever else tells that nothing was changed meanwhile."""
+        ...
+
+    def reopened(self) -> "IdentifiedSource":
+        """With nothing of it in memory: a mapped file stays there for as long as it is open."""
+        ...
+
+
+@contextmanager
+def reading(source: TensorSource) -> Iterator[None]:
+    """The system's refusals in words: InvalidCheckpoint."""
+    try:
+        yield
+    except OSError as error:
+        raise InvalidCheckpoint(f"cannot read {source.label}: {error.strerror or error}") from error
+
+
+def read_pieces(source: TensorSource, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The pieces, which are made of the source while they are taken: see `reading`."""
+    with reading(source):
+        yield from pieces
 
 
 def to_dense(stored: Stored, dtype: torch.dtype) -> Tensor:

@@ -15,17 +15,15 @@ from gptoss_engine.checkpoint_writer import CHECKSUMS_FILE
 from gptoss_engine.convert import (
     DEFAULT_OPTIONS,
     REPORT_FILE,
+    Conversion,
     Options,
-    named,
-    origin,
-    reopened,
-    stored_bytes,
+    naming,
     target_tensors,
 )
-from gptoss_engine.model_config import read_json
 from gptoss_engine.progress import progress_bar
 from gptoss_engine.tensor_source import (
     EXPERTS,
+    IdentifiedSource,
     Mxfp4Blocks,
     Stored,
     TensorSource,
@@ -42,16 +40,23 @@ from gptoss_kernels.ops import Fp8Weight
 _RELATIVE_BOUND, _ABSOLUTE_BOUND = 2**-4 * (1 + 2**-20), 2**-10
 
 
-def is_conversion(source: TensorSource, target: Path, options: Options = DEFAULT_OPTIONS) -> bool:
+def is_conversion(
+    source: IdentifiedSource, target: Path, options: Options = DEFAULT_OPTIONS
+) -> bool:
     """Whether `target` says of itself that it was made from `source` with these options."""
     if not (target / REPORT_FILE).is_file():
         return False
-    says = read_json(target / REPORT_FILE)
-    return all(says.get(key) == value for key, value in origin(source, options).items())
+    says = Conversion.read(target)
+    made_with = Options(says.attention_weights, says.lm_head)
+    return made_with == options and says.fingerprint == source.fingerprint()
 
 
-def verify(source: TensorSource, target: Path, options: Options = DEFAULT_OPTIONS) -> None:
+def verify(
+    source: IdentifiedSource, target: Path, options: Options = DEFAULT_OPTIONS
+) -> Conversion:
     """Raises InvalidCheckpoint, naming what differs, unless `target` is the conversion of `source`.
+
+    Returns what the target says of itself, which is then true.
 
     Every tensor equals, bit for bit, what the source converts to. Experts equal the source's in
     exact arithmetic, but for as many blocks as the report counts; matrices that were rounded are
@@ -67,34 +72,36 @@ def verify(source: TensorSource, target: Path, options: Options = DEFAULT_OPTION
     converted = Checkpoint(target)
     if converted.config != source.config:
         raise InvalidCheckpoint(f"{target}: config.json differs from {source.label}")
-    reported = read_json(target / REPORT_FILE)["inexact"]
+    conversion = Conversion.read(target)
     with progress_bar() as progress, workers() as executor:
-        total = sum(stored_bytes(source, name) for name in source.shapes)
+        total = sum(source.num_bytes(name) for name in source.shapes)
         task = progress.add_task(f"verifying {target.name}", total=total)
         for name, tensor in target_tensors(source, options).items():
             weight = next(iter(tensor.parts))
             num_inexact = 0
-            size = stored_bytes(source, name)
+            size = source.num_bytes(name)
+            num_reported = conversion.inexact.get(weight, 0)
             for found, share in _compare(source, converted, name, weight, executor):
                 num_inexact += found
                 progress.advance(task, share * size)
-            if num_inexact != reported.get(weight, 0):
+            if num_inexact != num_reported:
                 raise InvalidCheckpoint(
                     f"{target}: {weight} has {num_inexact} blocks that are not exact, and "
-                    f"{REPORT_FILE} counts {reported.get(weight, 0)}"
+                    f"{REPORT_FILE} counts {num_reported}"
                 )
     _check_files(target, checksums, tensor_files)
+    return conversion
 
 
 def _compare(
-    source: TensorSource,
+    source: IdentifiedSource,
     converted: Checkpoint,
     name: str,
     weight: str,
     executor: ThreadPoolExecutor,
 ) -> Iterator[tuple[int, float]]:
     """Of each band: how many of its blocks are not exact, and its share of the tensor."""
-    source, converted = reopened(source), Checkpoint(converted.folder)
+    source, converted = source.reopened(), converted.reopened()
     shape = source.shapes[name]
     compare = partial(_compare_band, source, converted, name, weight)
     pieces = (
@@ -118,7 +125,7 @@ def _compare_band(
 ) -> int:
     original, found = source.read(name, expert, rows), converted.read(name, expert, rows)
     inexact, is_right = None, True
-    with named(source, weight):
+    with naming(source, weight):
         if not isinstance(found, Fp8Weight):
             assert isinstance(original, Tensor)
             assert isinstance(found, Tensor)
@@ -202,6 +209,10 @@ def _checksums(target: Path) -> dict[str, str]:
 
 def _check_files(target: Path, checksums: dict[str, str], names: Iterable[str]) -> None:
     for name in sorted(names):
-        with (target / name).open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != checksums[name]:
-                raise InvalidCheckpoint(f"{target}: {name} does not match {CHECKSUMS_FILE}")
+        try:
+            with (target / name).open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise InvalidCheckpoint(f"cannot read {target / name}: {error.strerror}") from None
+        if found != checksums[name]:
+            raise InvalidCheckpoint(f"{target}: {name} does not match {CHECKSUMS_FILE}")

@@ -111,6 +111,10 @@ def test_inexact_blocks_are_refused_or_listed(
         assert f"6 blocks of {weight} are not exact\n" in done.out
     assert f"  {weights[1]}, expert 3, block row 0, block column 0\n" in done.out
     assert "  … more in conversion.json\n" in done.out
+    count = "every tensor and every checksum, but for 12 blocks that are not exact"
+    assert done.out.endswith(f"t is verified: {count}\n")
+    # Of an earlier run's result too.
+    assert run(tmp_path / "s", tmp_path / "t", "--verify").out.endswith(f"is verified: {count}\n")
 
 
 def damage_file(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
@@ -202,7 +206,7 @@ def test_refusals_are_sentences(
     monkeypatch.setattr("gptoss_engine.convert.expert_to_fp8", interrupted)
     done = run(sources.huggingface, tmp_path / "u", "--shard-size", "1kB")
     assert done.code == 130
-    assert "finished files are kept in" in done.err
+    assert re.fullmatch("gptoss: finished files are kept in .*\n", done.err)
 
 
 @pytest.mark.parametrize(
@@ -215,6 +219,8 @@ def test_refusals_are_sentences(
         ("3 TiB", 3 * 2**40),
         ("7", 7),
         ("1b", 1),
+        ("9" * 25, 10**25 - 1),
+        ("1" + "0" * 400, 10**400),
     ],
 )
 def test_sizes(text: str, size: int) -> None:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from gptoss_engine.layouts import sources
+from gptoss_engine.layouts import stored_tensors
 from gptoss_engine.model_config import ModelConfig, YarnRope
 from gptoss_engine.tensor_source import EXPERTS, Form, Mxfp4Blocks, Stored
 from gptoss_kernels.ops import Fp8Weight
@@ -49,7 +49,9 @@ class MemorySource:
         self, config: ModelConfig, experts: Form = "mxfp4", attention: Form = "dense"
     ) -> None:
         self.config = config
-        self.shapes = {name: source.shape for name, source in sources(config, "original").items()}
+        self.shapes = {
+            name: source.shape for name, source in stored_tensors(config, "original").items()
+        }
         self.tensors: dict[str, Stored] = {}
         self._experts: Form = experts
         self._attention: Form = attention

@@ -1,6 +1,7 @@
 """Folders of tensors: their bytes, and what is left when writing ends early in any way."""
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,12 +38,12 @@ GROUPS = (("a.weight", "a.weight_scale"), ("b", "c", "nothing"), ("d",))
 def group(names: tuple[str, ...], produced: list[str] | None = None) -> TensorGroup:
     """Its tensors in pieces of three elements; `produced` learns which groups were asked for."""
 
-    def produce() -> Iterator[Tensor]:
+    def produce(notes: dict[str, Any]) -> Iterator[Tensor]:
         if produced is not None:
             produced.append(names[0])
         for name in names:
             yield from TENSORS[name].flatten().split(3)
-        return {"made": names[0]}
+        notes["made"] = names[0]
 
     return TensorGroup(
         {name: (TENSORS[name].dtype, (*TENSORS[name].shape,)) for name in names}, produce
@@ -56,7 +57,7 @@ def write(target: Path, **changes: Any) -> Written:
     arguments: dict[str, Any] = {
         "groups": GROUPS_OF_TENSORS,
         "files": {"config.json": b"{}"},
-        "identity": {"source": "s", "options": [1, 2]},
+        "identity": lambda: {"source": "s", "options": [1, 2]},
         "shard_bytes": 40,
         "description": "writing numbers",
         **changes,
@@ -97,7 +98,9 @@ def test_tensors_that_are_aligned_lie_in_the_order_of_their_making(
         "m": torch.arange(90.0).view(9, 10),
     }
     groups = [
-        TensorGroup({name: (tensor.dtype, (*tensor.shape,))}, lambda tensor=tensor: tensor.split(3))
+        TensorGroup(
+            {name: (tensor.dtype, (*tensor.shape,))}, lambda _, tensor=tensor: tensor.split(3)
+        )
         for name, tensor in tensors.items()
     ]
     write(tmp_path / "t", groups=groups, shard_bytes=10**6)
@@ -156,10 +159,10 @@ def test_nothing_but_the_target_is_left(tmp_path: Path) -> None:
 
 def test_a_group_that_produces_another_shape_or_type_is_our_own_bug(tmp_path: Path) -> None:
     for number, pieces in enumerate(([torch.ones(3)], [torch.ones(5)], [torch.ones(4).bfloat16()])):
-        wrong = TensorGroup({"x": (torch.float32, (4,))}, lambda pieces=pieces: pieces)
+        wrong = TensorGroup({"x": (torch.float32, (4,))}, lambda _, pieces=pieces: pieces)
         with pytest.raises(AssertionError, match="x"):
             write(tmp_path / f"t{number}", groups=[wrong])
-    short = TensorGroup({"x": (torch.uint8, (1,)), "y": (torch.uint8, (1,))}, list)
+    short = TensorGroup({"x": (torch.uint8, (1,)), "y": (torch.uint8, (1,))}, lambda _: [])
     with pytest.raises(AssertionError, match="no tensor after it"):
         write(tmp_path / "t", groups=[short])
 
@@ -180,13 +183,53 @@ def test_an_existing_target_is_refused_and_untouched(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
+def finished_work(target: Path) -> Path:
+    """The work folder as a kill after the last rename leaves it."""
+    with pytest.raises(Stopped):
+        write(target, groups=stopping_groups(2, []))
+    work = work_folder(target)
+    (work / "content").rename(target)
+    return work
+
+
 def test_what_a_kill_after_the_last_rename_leaves_is_swept(tmp_path: Path) -> None:
-    write(tmp_path / "t")
-    work_folder(tmp_path / "t").mkdir()
-    (work_folder(tmp_path / "t") / "job.json").write_text("{}")
+    work = finished_work(tmp_path / "t")
+    assert {path.name for path in work.iterdir()} == {"lock", "job.json", "finished.json"}
     with pytest.raises(CannotWrite, match="exists already"):
         write(tmp_path / "t")
-    assert not work_folder(tmp_path / "t").exists()
+    assert not work.exists()
+
+
+@pytest.mark.parametrize("names", [("photos",), ("job.json",), ("job.json", "lock"), ()], ids=str)
+def test_a_folder_of_somebody_else_beside_an_existing_target_stays(
+    tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    write(tmp_path / "t")
+    work = work_folder(tmp_path / "t")
+    work.mkdir()
+    for name in names:
+        (work / name).write_text('{"mine": 1}')
+    with pytest.raises(CannotWrite, match="exists already"):
+        write(tmp_path / "t")
+    assert {path.name for path in work.iterdir()} == {*names}
+
+
+def test_work_is_swept_without_what_somebody_put_into_it(tmp_path: Path) -> None:
+    work = finished_work(tmp_path / "t")
+    (work / "photos").write_text("mine")
+    before = {path.name for path in work.iterdir()}
+    with pytest.raises(CannotWrite, match="exists already"):
+        write(tmp_path / "t")
+    assert {path.name for path in work.iterdir()} == before
+
+
+def test_what_is_left_is_not_swept_while_another_process_holds_it(tmp_path: Path) -> None:
+    work = finished_work(tmp_path / "t")
+    with (work / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(CannotWrite, match="another process is writing"):
+            write(tmp_path / "t")
+    assert (work / "job.json").exists()
 
 
 class Stopped(Exception):
@@ -196,8 +239,8 @@ class Stopped(Exception):
 def stopping_groups(at: int, produced: list[str]) -> list[TensorGroup]:
     """The groups, of which number `at` fails after its first piece."""
 
-    def produce() -> Iterator[Tensor]:
-        yield next(iter(GROUPS_OF_TENSORS[at].produce()))
+    def produce(notes: dict[str, Any]) -> Iterator[Tensor]:
+        yield next(iter(GROUPS_OF_TENSORS[at].produce(notes)))
         raise Stopped
 
     return [
@@ -245,8 +288,8 @@ def produce(number):
 
 write_checkpoint(
     Path(sys.argv[1]),
-    [TensorGroup({str(n): (torch.uint8, (10,))}, lambda n=n: produce(n)) for n in range(4)],
-    files={"config.json": b"{}"}, identity={"i": 1}, shard_bytes=10, description="killed",
+    [TensorGroup({str(n): (torch.uint8, (10,))}, lambda _, n=n: produce(n)) for n in range(4)],
+    files={"config.json": b"{}"}, identity=lambda: {"i": 1}, shard_bytes=10, description="killed",
 )
 """
 
@@ -301,29 +344,29 @@ def test_a_second_process_is_refused_while_the_first_writes(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, Stopped])
-def test_what_an_early_end_keeps_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: type[BaseException]
-) -> None:
-    def stop() -> Iterator[Tensor]:
+def test_what_an_early_end_keeps_is_noted(tmp_path: Path, kind: type[BaseException]) -> None:
+    def stop(_: object) -> Iterator[Tensor]:
         raise kind
         yield
 
     groups = [TensorGroup(each.tensors, stop) for each in GROUPS_OF_TENSORS]
-    with pytest.raises(kind):
+    with pytest.raises(kind) as caught:
         write(tmp_path / "t", groups=groups)
-    assert capsys.readouterr().err == ""
+    assert not hasattr(caught.value, "__notes__")
     assert not [*tmp_path.iterdir()]
 
-    with pytest.raises(kind):
+    with pytest.raises(kind) as caught:
         write(tmp_path / "t", groups=[GROUPS_OF_TENSORS[0], *groups[1:]])
-    sentence = f"finished files are kept in {work_folder(tmp_path / 't')}: repeat the command"
-    assert sentence in capsys.readouterr().err
+    (note,) = caught.value.__notes__
+    assert note.startswith(
+        f"finished files are kept in {work_folder(tmp_path / 't')}: the next run"
+    )
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"identity": {"source": "another", "options": [1, 2]}},
+        {"identity": lambda: {"source": "another", "options": [1, 2]}},
         {"shard_bytes": 48},
         {"groups": GROUPS_OF_TENSORS[:2]},
     ],
@@ -338,23 +381,122 @@ def test_the_work_of_another_job_is_refused(tmp_path: Path, change: dict[str, An
     assert stamps(work_folder(tmp_path / "t")) == before
 
 
-def test_a_folder_of_somebody_else_in_our_place_is_refused(tmp_path: Path) -> None:
-    (work_folder(tmp_path / "t") / "photos").mkdir(parents=True)
-    with pytest.raises(CannotWrite, match="is in the way: it holds photos"):
+@pytest.mark.parametrize("name", ["photos", "job.json"])
+def test_a_folder_of_somebody_else_in_our_place_is_refused(tmp_path: Path, name: str) -> None:
+    work = work_folder(tmp_path / "t")
+    work.mkdir()
+    (work / name).write_text('{"mine": 1}')
+    with pytest.raises(CannotWrite, match=f"is in the way: it holds {name}, not our work"):
         write(tmp_path / "t")
-    assert (work_folder(tmp_path / "t") / "photos").exists()
+    assert [path.name for path in work.iterdir()] == [name]
+    assert (work / name).read_text() == '{"mine": 1}'
+
+
+def test_a_lock_that_was_removed_meanwhile_is_not_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Opened when its run ends and another one begins: two would write otherwise."""
+    flock, lock = fcntl.flock, work_folder(tmp_path / "t") / "lock"
+    with ExitStack() as another_run:
+
+        def late(descriptor: int, operation: int) -> None:
+            monkeypatch.undo()
+            lock.unlink()
+            flock(another_run.enter_context(lock.open("w")), fcntl.LOCK_EX)
+            flock(descriptor, operation)
+
+        monkeypatch.setattr(fcntl, "flock", late)
+        with pytest.raises(CannotWrite, match="another process is writing"):
+            write(tmp_path / "t")
+    assert write(tmp_path / "t").num_files == 3
+
+
+def test_a_lock_whose_folder_vanished_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock, work = fcntl.flock, work_folder(tmp_path / "t")
+
+    def late(descriptor: int, operation: int) -> None:
+        monkeypatch.undo()
+        (work / "lock").unlink()
+        work.rmdir()
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    assert write(tmp_path / "t").num_files == 3
+
+
+def test_a_source_that_changes_meanwhile_leaves_nothing(tmp_path: Path) -> None:
+    """From the second file on, or only while the last is made."""
+    for last in (0, 2):
+        states = ["before"] * (1 + last)
+
+        def identity(states: list[str] = states) -> dict[str, Any]:
+            return {"state": states.pop() if states else "after"}
+
+        with pytest.raises(CannotWrite, match=r"/t is not written: what it is made from changed"):
+            write(tmp_path / "t", identity=identity)
+        assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b'{"x": 1}', b'{"x": {}}', b"\xff"])
+def test_a_damaged_record_of_what_is_finished_is_no_record(tmp_path: Path, content: bytes) -> None:
+    with pytest.raises(Stopped):
+        write(tmp_path / "t", groups=stopping_groups(2, []))
+    (work_folder(tmp_path / "t") / "finished.json").write_bytes(content)
+    assert write(tmp_path / "t").num_kept_bytes == 0
+
+
+def test_a_file_that_somebody_cuts_while_it_is_written_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "pread", lambda *_: b"")
+    with pytest.raises(CannotWrite, match="a file became shorter while it was written"):
+        write(tmp_path / "t")
+
+
+def test_a_failure_after_the_last_rename_says_that_the_folder_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync = os.fsync
+
+    def fail(descriptor: int) -> None:
+        if (tmp_path / "t").exists():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(descriptor)
+
+    write(tmp_path / "undisturbed")
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(CannotWrite, match=r"/t is written and whole, but may not outlive"):
+        write(tmp_path / "t")
+    assert contents(tmp_path / "t") == contents(tmp_path / "undisturbed")
+    assert not work_folder(tmp_path / "t").exists()
+
+
+def test_new_folders_above_the_target_are_flushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: set[int] = set()
+    monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.add(os.fstat(descriptor).st_ino))
+    write(tmp_path / "new" / "folders" / "t")
+    for folder in (tmp_path, tmp_path / "new", tmp_path / "new" / "folders"):
+        assert folder.stat().st_ino in flushed
+
+
+def test_the_root_is_no_target() -> None:
+    with pytest.raises(CannotWrite, match=r"^/ exists already"):
+        write(Path("/"))
 
 
 def test_a_finished_file_that_was_cut_or_removed_is_written_again(tmp_path: Path) -> None:
     write(tmp_path / "undisturbed")
-    for damage in (lambda path: os.truncate(path, 50), os.remove):
-        target = tmp_path / "t"
+    for name, damage in {"cut": lambda path: os.truncate(path, 50), "removed": os.remove}.items():
+        target = tmp_path / name
         with pytest.raises(Stopped):
             write(target, groups=stopping_groups(2, []))
         damage(work_folder(target) / "content" / "model-00001-of-00003.safetensors")
         assert write(target).num_kept_bytes == 25
         assert contents(target) == contents(tmp_path / "undisturbed")
-        target.rename(tmp_path / f"t{damage}")
 
 
 def test_room_on_the_disk_is_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Conversion to FP8 from every layout, refusals, interruptions, and the proof by verify."""
 
+import errno
 import json
 import os
 import re
@@ -22,7 +23,9 @@ from gptoss_engine.checkpoint import Checkpoint, InvalidCheckpoint
 from gptoss_engine.checkpoint_writer import CannotWrite
 from gptoss_engine.convert import Options, convert
 from gptoss_engine.random_checkpoint import RandomCheckpoint
+from gptoss_engine.tensor_source import Stored
 from gptoss_engine.verify import is_conversion, verify
+from gptoss_kernels.ops import Fp8Weight
 
 from ..tiny_checkpoint import (
     TinyCheckpoint,
@@ -90,7 +93,7 @@ def test_all_layouts_become_the_same_file(
     assert (
         checksums(tmp_path / "t")["model.safetensors"] == checksums(converted)["model.safetensors"]
     )
-    assert report.inexact == {}
+    assert report.conversion.inexact == {}
     assert report.num_bytes == sum(
         tensor.nbytes for tensor in load_file(converted / "model.safetensors").values()
     )
@@ -162,8 +165,8 @@ def test_what_becomes_fp8_is_chosen(
     report = convert(source, tmp_path / "t", options)
     kinds = {"qkv", "out"} if attention_weights == "fp8" else set()
     kinds |= {"unembedding"} if lm_head == "fp8" else set()
-    assert report.relative_error.keys() == kinds
-    assert all(0.02 < error < 0.027 for error in report.relative_error.values())
+    assert report.conversion.relative_error.keys() == kinds
+    assert all(0.02 < error < 0.027 for error in report.conversion.relative_error.values())
     found = load_file(tmp_path / "t" / "model.safetensors")
     for name, precision in (
         ("lm_head", lm_head),
@@ -210,7 +213,7 @@ def test_the_demo_converts_exactly(tmp_path: Path) -> None:
             assert torch.equal(
                 dequantised(found[weight], found[f"{weight}_scale"]), expected.double()
             )
-    assert report.inexact == {}
+    assert report.conversion.inexact == {}
 
 
 def test_a_source_without_files_is_written_with_a_configuration(tmp_path: Path) -> None:
@@ -243,6 +246,7 @@ def test_config_and_small_files_are_kept(sources: TinyCheckpoint, tmp_path: Path
         (source / name).write_text(name)
     (source / ".hidden").write_text("")
     (source / "pytorch_model.bin").write_text("")
+    (source / "pytorch_model.bin.index.json").write_text("{}")
     (source / "SHA256SUMS").write_text("stale")
     for layout, folder in (("huggingface", source), ("original", source / "original")):
         convert(Checkpoint(folder), tmp_path / layout)
@@ -280,7 +284,7 @@ def test_blocks_that_cannot_be_exact_are_refused(sources: TinyCheckpoint, tmp_pa
         f"{tmp_path / 's'}: FP8 cannot hold 2 of the 128 x 128 blocks of "
         "model.layers.0.mlp.experts.w13.weight exactly (expert 1, block row 2, block column 1; "
         "expert 2, block row 4, block column 2): their exponents spread too far, or they never "
-        "were MXFP4; --allow-inexact rounds such blocks to the nearest, and lists them"
+        "were MXFP4; with --allow-inexact such blocks are rounded to the nearest, and listed"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["s"]
 
@@ -291,11 +295,15 @@ def test_blocks_that_cannot_be_exact_are_rounded_and_listed_if_allowed(
     source = changed(sources.huggingface, tmp_path / "s", widen_a_block)
     report = convert(source, tmp_path / "t", allow_inexact=True)
     first, second = (f"model.layers.{layer}.mlp.experts.w13.weight" for layer in (0, 1))
-    assert report.inexact == {first: 2, second: 1}
-    assert report.inexact_blocks == [(first, 1, 2, 1), (first, 2, 4, 2), (second, 0, 0, 0)]
+    assert report.conversion.inexact == {first: 2, second: 1}
+    assert report.conversion.inexact_blocks == [
+        (first, 1, 2, 1),
+        (first, 2, 4, 2),
+        (second, 0, 0, 0),
+    ]
     said = json.loads((tmp_path / "t" / "conversion.json").read_text())
-    assert said["inexact"] == report.inexact
-    assert [tuple(block) for block in said["inexact_blocks"]] == report.inexact_blocks
+    assert said["inexact"] == report.conversion.inexact
+    assert [tuple(block) for block in said["inexact_blocks"]] == report.conversion.inexact_blocks
     assert said["expert_blocks"] == 2 * 3 * (5 * 3 + 3 * 3)
     found = load_file(tmp_path / "t" / "model.safetensors")
     tensors = load_file(tmp_path / "s" / "model.safetensors")
@@ -324,7 +332,7 @@ def test_an_export_that_never_was_mxfp4_is_refused_or_rounded(
     ):
         convert(source, tmp_path / "t")
     report = convert(source, tmp_path / "t", allow_inexact=True)
-    assert report.inexact == {"model.layers.1.mlp.experts.w2.weight": 27}
+    assert report.conversion.inexact == {"model.layers.1.mlp.experts.w2.weight": 27}
     verify(source, tmp_path / "t")
 
 
@@ -334,8 +342,8 @@ def test_the_list_of_inexact_blocks_is_cut_and_its_count_is_not(
     monkeypatch.setattr(conversion, "MAX_LISTED", 2)
     source = changed(sources.huggingface, tmp_path / "s", widen_a_block)
     report = convert(source, tmp_path / "t", allow_inexact=True)
-    assert len(report.inexact_blocks) == 2
-    assert sum(report.inexact.values()) == 3
+    assert len(report.conversion.inexact_blocks) == 2
+    assert sum(report.conversion.inexact.values()) == 3
 
 
 @pytest.mark.parametrize(
@@ -465,13 +473,87 @@ def test_a_source_that_changed_does_not_go_on(sources: TinyCheckpoint, tmp_path:
         convert(source, tmp_path / "t", shard_bytes=SMALL_FILES)
 
 
+def test_a_source_that_changes_during_the_conversion_is_refused(
+    sources: TinyCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = changed(sources.huggingface, tmp_path / "s", lambda tensors: None)
+    other = write_tiny_checkpoint(tmp_path / "other", SIZE, seed=1).huggingface
+    widen, bands = conversion.expert_to_fp8, []
+
+    def swapping(stored: Stored) -> tuple[Fp8Weight, Tensor]:
+        bands.append(stored)
+        if len(bands) == 3:
+            (other / "model.safetensors").rename(source.folder / "model.safetensors")
+        return widen(stored)
+
+    monkeypatch.setattr(conversion, "expert_to_fp8", swapping)
+    with pytest.raises(CannotWrite, match="is not written: what it is made from changed"):
+        convert(source, tmp_path / "t")
+    assert {path.name for path in tmp_path.iterdir()} == {"s", "other"}
+
+
+def test_a_source_that_vanishes_is_a_sentence(
+    sources: TinyCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = changed(sources.huggingface, tmp_path / "s", lambda tensors: None)
+
+    def lost(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(conversion, "expert_to_fp8", lost)
+    with pytest.raises(InvalidCheckpoint, match=r"^cannot read .*/s: Input/output error$"):
+        convert(source, tmp_path / "t")
+    shutil.rmtree(source.folder)
+    with pytest.raises(InvalidCheckpoint, match=r"^cannot read .*/s"):
+        convert(source, tmp_path / "t")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_generator_of_other_numbers_does_not_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As another version of it, under the same label."""
+    sources = [RandomCheckpoint("tiny", seed, num_layers=1, vocab_size=64) for seed in (0, 1)]
+    sources[1].label = sources[0].label
+    monkeypatch.setattr(conversion, "expert_to_fp8", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        convert(sources[0], tmp_path / "t", shard_bytes=SMALL_FILES)
+    with pytest.raises(CannotWrite, match="holds the unfinished result of another run"):
+        convert(sources[1], tmp_path / "t", shard_bytes=SMALL_FILES)
+
+
+def interrupted(_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_small_files_that_cannot_be_copied_are_a_sentence(
+    sources: TinyCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = changed(sources.huggingface, tmp_path / "s", lambda tensors: None)
+    for number in range(3):
+        (source.folder / f"{number}.txt").write_bytes(b"x" * 400)
+    monkeypatch.setattr(conversion, "_MAX_FILES_BYTES", 1000)
+    with pytest.raises(InvalidCheckpoint, match=r"/s holds more than .* of small files"):
+        convert(source, tmp_path / "t")
+    monkeypatch.undo()
+
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(InvalidCheckpoint, match=r"cannot read .*/s/0\.txt: Permission denied"):
+        convert(source, tmp_path / "t")
+    assert [path.name for path in tmp_path.iterdir()] == ["s"]
+
+
 def test_a_refused_conversion_goes_on_when_inexact_blocks_are_allowed(
     sources: TinyCheckpoint, tmp_path: Path
 ) -> None:
     source = changed(sources.huggingface, tmp_path / "s", widen_a_block)
     convert(source, tmp_path / "u", shard_bytes=SMALL_FILES, allow_inexact=True)
-    with pytest.raises(InvalidCheckpoint, match="--allow-inexact"):
+    with pytest.raises(InvalidCheckpoint, match="--allow-inexact") as caught:
         convert(source, tmp_path / "t", shard_bytes=SMALL_FILES)
+    assert "repeat" not in " ".join([str(caught.value), *caught.value.__notes__])
     report = convert(source, tmp_path / "t", shard_bytes=SMALL_FILES, allow_inexact=True)
     assert report.num_kept_bytes > 0
     assert checksums(tmp_path / "t") == checksums(tmp_path / "u")

@@ -1,6 +1,6 @@
 import pytest
 
-from gptoss_engine.layouts import count_parameters, sources
+from gptoss_engine.layouts import count_parameters, stored_tensors
 from gptoss_engine.model_config import ModelConfig, YarnRope
 
 
@@ -42,7 +42,7 @@ def test_the_published_names_and_shapes():
     """As MODEL's tables list them for one layer of gpt-oss-120b."""
     parts = {}
     for layout in ("huggingface", "original", "dequantised"):
-        found = sources(published(2, 128), layout)
+        found = stored_tensors(published(2, 128), layout)
         parts[layout] = {k: v for source in found.values() for k, v in source.parts.items()}
     layer = "model.layers.1"
     for name, shape in {

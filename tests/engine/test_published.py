@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gptoss_engine.checkpoint import Checkpoint
+from gptoss_engine.checkpoint import Checkpoint, InvalidCheckpoint
 from gptoss_engine.checkpoint_writer import CannotWrite
 from gptoss_engine.loading import load_weights
 from gptoss_engine.published import PublishedLayout, write_published
@@ -136,7 +136,9 @@ def test_an_interrupted_run_goes_on_with_the_same_numbers_only(
 ):
     target = tmp_path / "target"
     broken = Interrupted("tiny", num_layers=2, vocab_size=VOCABULARY)
-    with pytest.raises(CannotWrite, match="no such luck"):
+    with pytest.raises(
+        InvalidCheckpoint, match=r"^cannot read random tiny, seed 0: no such luck\n"
+    ):
         write_published(broken, target, "huggingface", shard_bytes=8_000_000)
     assert not target.exists()
     another = tiny(seed=1)

@@ -102,6 +102,11 @@ def test_a_flipped_bit_in_any_header_or_other_file_is_found(
     verify(source, target)
 
 
+def to_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
@@ -115,6 +120,20 @@ def test_a_flipped_bit_in_any_header_or_other_file_is_found(
         (
             lambda folder: os.remove(next(folder.glob("model-00002-of-*.safetensors"))),
             "model-00002-of-.* is missing",
+        ),
+        (lambda folder: to_folder(folder / "generation_config.json"), "generation_config.json: Is"),
+        (
+            lambda folder: to_folder(next(folder.glob("model-00002-of-*"))),
+            "cannot read .*model-00002-of-.*",
+        ),
+        (lambda folder: to_folder(folder / "SHA256SUMS"), "cannot read .*SHA256SUMS"),
+        (
+            lambda folder: (folder / "conversion.json").write_text('{"inexact": 3}'),
+            "conversion.json is not as gptoss convert writes it",
+        ),
+        (
+            lambda folder: (folder / "conversion.json").write_text("{"),
+            "cannot read .*conversion.json",
         ),
     ],
 )
@@ -156,11 +175,11 @@ def rewritten(
     files["conversion.json"] = json.dumps(report).encode()
     shutil.rmtree(target)
     groups = [
-        TensorGroup({name: (tensor.dtype, (*tensor.shape,))}, lambda tensor=tensor: [tensor])
+        TensorGroup({name: (tensor.dtype, (*tensor.shape,))}, lambda _, tensor=tensor: [tensor])
         for name, tensor in tensors.items()
     ]
     write_checkpoint(
-        target, groups, files=files, identity={}, shard_bytes=10**9, description="rewriting"
+        target, groups, files=files, identity=dict, shard_bytes=10**9, description="rewriting"
     )
 
 

@@ -12,7 +12,7 @@ import typer
 from gptoss_backend.cli import bench
 from gptoss_backend.cli.chat import chat
 from gptoss_backend.cli.convert import convert
-from gptoss_backend.cli.errors import CommandFailed
+from gptoss_backend.cli.errors import CommandFailed, say
 from gptoss_backend.cli.evaluate import evaluate
 from gptoss_backend.cli.generate import generate
 from gptoss_backend.cli.inspect import inspect
@@ -22,6 +22,7 @@ from gptoss_backend.installation import ServerError
 from gptoss_engine.config import InvalidConfig
 from gptoss_engine.model_config import InvalidCheckpoint
 from gptoss_engine.types import InvalidRequest
+from gptoss_engine.work_folder import CannotWrite
 
 app = typer.Typer(
     help="gpt-oss on tritonserver, with Harmony in and out.",
@@ -37,7 +38,7 @@ app.add_typer(bench.app, name="bench")
 def main() -> None:
     try:
         app()
-    except (CommandFailed, ServerError, InvalidCheckpoint) as error:
+    except (CommandFailed, ServerError, InvalidCheckpoint, CannotWrite) as error:
         _exit(error, 1)
     except (InvalidConfig, InvalidRequest) as error:
         _exit(error, 2)
@@ -46,5 +47,5 @@ def main() -> None:
 
 
 def _exit(error: Exception, code: int) -> None:
-    print(f"gptoss: {error}", file=sys.stderr)  # noqa: T201
+    say(error)
     sys.exit(code)

@@ -10,14 +10,14 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from gptoss_backend.cli.errors import CommandFailed
+from gptoss_backend.cli.choices import choice
+from gptoss_backend.cli.errors import interruptible
 from gptoss_backend.cli.sizes import parse_size
-from gptoss_engine.config import InvalidConfig
-from gptoss_engine.types import shown
 
 if TYPE_CHECKING:
-    from gptoss_engine.convert import Report
+    from gptoss_engine.convert import Conversion, Precision, Report
 
+_PRECISIONS: "tuple[Precision, ...]" = ("fp8", "bf16")
 MAX_SHOWN = 10  # inexact blocks; conversion.json lists more
 
 
@@ -26,9 +26,11 @@ def convert(
     target: Annotated[Path, typer.Argument(help="The folder to write; it must not exist.")],
     *,
     attention_weights: Annotated[
-        str, typer.Option(metavar="fp8|bf16", help="The qkv and output projections.")
+        str, typer.Option(metavar="|".join(_PRECISIONS), help="The qkv and output projections.")
     ] = "fp8",
-    lm_head: Annotated[str, typer.Option(metavar="fp8|bf16", help="The unembedding.")] = "bf16",
+    lm_head: Annotated[
+        str, typer.Option(metavar="|".join(_PRECISIONS), help="The unembedding.")
+    ] = "bf16",
     shard_size: Annotated[
         str, typer.Option(metavar="SIZE", help="The largest file, such as 5GB, 500MB, 2GiB.")
     ] = "5GB",
@@ -50,49 +52,47 @@ def convert(
 
     An interrupted conversion goes on where it was when the command is repeated.
     """
-    for name, value in (("attention_weights", attention_weights), ("lm_head", lm_head)):
-        if value not in ("fp8", "bf16"):
-            raise InvalidConfig(f"{name} must be one of fp8, bf16, got {shown(value)}")
+    precisions: tuple[Precision, Precision] = (
+        choice("attention_weights", attention_weights, _PRECISIONS),
+        choice("lm_head", lm_head, _PRECISIONS),
+    )
     shard_bytes = parse_size("shard_size", shard_size)
 
     from gptoss_engine import convert as conversion
     from gptoss_engine.checkpoint import Checkpoint, checkpoint_folder
-    from gptoss_engine.checkpoint_writer import CannotWrite
     from gptoss_engine.verify import is_conversion
     from gptoss_engine.verify import verify as prove
 
     checkpoint = Checkpoint(checkpoint_folder(source))
-    options = conversion.Options(attention_weights=attention_weights, lm_head=lm_head)  # pyright: ignore[reportArgumentType]
+    options = conversion.Options(*precisions)
     console = Console(soft_wrap=True, highlight=False)
     if not (verify and is_conversion(checkpoint, target, options)):
         started = time.monotonic()
-        try:
+        with interruptible():
             report = conversion.convert(
-                *(checkpoint, target, options),
-                shard_bytes=shard_bytes,
-                allow_inexact=allow_inexact,
+                *(checkpoint, target, options), shard_bytes=shard_bytes, allow_inexact=allow_inexact
             )
-        except CannotWrite as error:
-            raise CommandFailed(str(error)) from error
         console.print(_table(report, time.monotonic() - started))
-        for line in _inexact_lines(report):
+        for line in _inexact_lines(report.conversion):
             console.print(line, markup=False)
     if verify:
-        prove(checkpoint, target, options)
-        console.print(f"{target} is verified: every tensor and every checksum", markup=False)
+        num_inexact = prove(checkpoint, target, options).num_inexact
+        but = f", but for {num_inexact:,} blocks that are not exact" if num_inexact else ""
+        console.print(f"{target} is verified: every tensor and every checksum{but}", markup=False)
 
 
 def _table(report: "Report", seconds: float) -> Table:
-    num_inexact = sum(report.inexact.values())
+    conversion = report.conversion
+    num_blocks, num_inexact = conversion.expert_blocks, conversion.num_inexact
     rows = {
         "tensors": f"{report.num_tensors:,}",
         "files": f"{report.num_files:,}",
         "read": decimal(report.source_bytes),
         "written": decimal(report.num_bytes),
         "kept from an earlier run": decimal(report.num_kept_bytes),
-        "expert blocks": f"{report.num_expert_blocks:,}, {num_inexact:,} of them not exact",
+        "expert blocks": f"{num_blocks:,}, {num_inexact:,} of them not exact",
     }
-    for kind, error in report.relative_error.items():
+    for kind, error in conversion.relative_error.items():
         rows[f"relative error of {kind}"] = f"{error:.2%}"
     # What was kept was read by another run.
     share = 1 - report.num_kept_bytes / report.num_bytes
@@ -105,12 +105,13 @@ def _table(report: "Report", seconds: float) -> Table:
     return table
 
 
-def _inexact_lines(report: "Report") -> list[str]:
-    lines = [f"{count:,} blocks of {name} are not exact" for name, count in report.inexact.items()]
+def _inexact_lines(conversion: "Conversion") -> list[str]:
+    counts = conversion.inexact.items()
+    lines = [f"{count:,} blocks of {name} are not exact" for name, count in counts]
     lines += [
         f"  {name}, expert {expert}, block row {row}, block column {column}"
-        for name, expert, row, column in report.inexact_blocks[:MAX_SHOWN]
+        for name, expert, row, column in conversion.inexact_blocks[:MAX_SHOWN]
     ]
-    if len(report.inexact_blocks) > MAX_SHOWN:
+    if len(conversion.inexact_blocks) > MAX_SHOWN:
         lines.append("  … more in conversion.json")
     return lines

@@ -8,26 +8,22 @@ import typer
 from rich.console import Console
 from rich.filesize import decimal
 
-from gptoss_backend.cli.errors import CommandFailed
+from gptoss_backend.cli.choices import choice
+from gptoss_backend.cli.errors import interruptible
 from gptoss_backend.cli.sizes import parse_size
-from gptoss_engine.config import InvalidConfig
-from gptoss_engine.types import shown
 
 if TYPE_CHECKING:
-    from gptoss_engine.random_checkpoint import RandomCheckpoint
+    from gptoss_engine.layouts import Layout
+    from gptoss_engine.random_checkpoint import Like, RandomCheckpoint
 
-_CHOICES = {
-    "like": ("20b", "120b", "tiny"),
-    "layout": ("huggingface", "original", "dequantised", "fp8"),
-}
+_LIKE: "tuple[Like, ...]" = ("20b", "120b", "tiny")
+_LAYOUTS: "tuple[Layout, ...]" = ("huggingface", "original", "dequantised", "fp8")
 
 
 def make_checkpoint(
     target: Annotated[Path, typer.Argument(help="The folder to write; it must not exist.")],
     *,
-    like: Annotated[
-        str, typer.Option(metavar="|".join(_CHOICES["like"]), help="Whose shapes it has.")
-    ],
+    like: Annotated[str, typer.Option(metavar="|".join(_LIKE), help="Whose shapes it has.")],
     seed: Annotated[int, typer.Option(min=0, help="Another seed is another model.")] = 0,
     layers: Annotated[
         int | None, typer.Option(min=1, show_default=False, help="Default: all of the model.")
@@ -35,7 +31,7 @@ def make_checkpoint(
     layout: Annotated[
         str,
         typer.Option(
-            metavar="|".join(_CHOICES["layout"]),
+            metavar="|".join(_LAYOUTS),
             help="fp8 is what `gptoss convert` makes of the others.",
         ),
     ] = "huggingface",
@@ -48,21 +44,16 @@ def make_checkpoint(
     The same options give the same bytes everywhere; `--random-weights` of the other commands has
     the same weights (of seed 0) without a folder. An interrupted run goes on where it was.
     """
-    for name, value in (("like", like), ("layout", layout)):
-        if value not in _CHOICES[name]:
-            choices = ", ".join(_CHOICES[name])
-            raise InvalidConfig(f"{name} must be one of {choices}, got {shown(value)}")
+    shapes: Like = choice("like", like, _LIKE)
+    chosen: Layout = choice("layout", layout, _LAYOUTS)
     shard_bytes = parse_size("shard_size", shard_size)
 
-    from gptoss_engine.checkpoint_writer import CannotWrite
     from gptoss_engine.random_checkpoint import RandomCheckpoint
 
-    source = RandomCheckpoint(like, seed, num_layers=layers)  # pyright: ignore[reportArgumentType]
+    source = RandomCheckpoint(shapes, seed, num_layers=layers)
     started = time.monotonic()
-    try:
-        num_files, num_bytes = _write(source, target, layout, shard_bytes)
-    except CannotWrite as error:
-        raise CommandFailed(str(error)) from error
+    with interruptible():
+        num_files, num_bytes = _write(source, target, chosen, shard_bytes)
     files = "1 file" if num_files == 1 else f"{num_files} files"
     Console(soft_wrap=True, highlight=False).print(
         f"{target}: {source.label}, {layout} layout, {decimal(num_bytes)} in {files}, "
@@ -72,7 +63,7 @@ def make_checkpoint(
 
 
 def _write(
-    source: "RandomCheckpoint", target: Path, layout: str, shard_bytes: int
+    source: "RandomCheckpoint", target: Path, layout: "Layout", shard_bytes: int
 ) -> tuple[int, int]:
     """Returns the number of files and of bytes."""
     if layout == "fp8":
@@ -83,5 +74,5 @@ def _write(
 
     from gptoss_engine.published import write_published
 
-    written = write_published(source, target, layout, shard_bytes=shard_bytes)  # pyright: ignore[reportArgumentType]
+    written = write_published(source, target, layout, shard_bytes=shard_bytes)
     return written.num_files, written.num_bytes

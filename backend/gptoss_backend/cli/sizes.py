@@ -1,6 +1,7 @@
 """Sizes as users write them: 5GB, 500MB, 2GiB."""
 
 import re
+from decimal import Decimal
 
 from gptoss_engine.config import InvalidConfig
 from gptoss_engine.types import shown
@@ -17,7 +18,7 @@ def parse_size(name: str, text: str) -> int:
     """Bytes, at least one. InvalidConfig names the flag."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([a-z]*)", text.strip().lower(), re.ASCII)
     unit = _BY_LOWER_CASE.get(match[2]) if match else None
-    size = int(float(match[1]) * unit) if match and unit else 0
+    size = int(Decimal(match[1]) * unit) if match and unit else 0
     if size < 1:
         raise InvalidConfig(f"{name} must be a size such as 5GB, 500MB or 2GiB, got {shown(text)}")
     return size
