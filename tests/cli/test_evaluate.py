@@ -115,8 +115,9 @@ def test_random_tokens_of_a_seed(tiny: Path):
         (("demo", "--text", "/none.txt"), "cannot read text from /none.txt"),
         (("demo", "--tokens", "/none.json"), "cannot read tokens from /none.json"),
         (("demo", "--plot", "plot.gif"), "plot must end in .svg, .png or .pdf, got plot.gif"),
-        (("demo", "--plot", "/none/plot.svg"), "there is no folder /none"),
-        (("demo", "--json", "/none/a.jsonl"), "there is no folder /none"),
+        (("demo", "--plot", "/none/plot.svg"), "cannot write /none/plot.svg: "),
+        (("demo", "--json", "/none/a.jsonl"), "cannot write /none/a.jsonl: "),
+        (("demo", "--json", "/"), "cannot write /: "),
         (("demo", "--max-tokens", "2"), "nothing is left to judge"),
         (("demo", "--max-tokens", "200000", "--random-tokens", "140000"), "at most 131072 tokens"),
     ],
@@ -132,6 +133,7 @@ def test_what_cannot_be_is_a_sentence(tiny: Path, arguments: tuple[str, ...], se
     ("content", "sentence"),
     [
         ("[1, 2", "cannot read tokens"),
+        ("[" * 100_000, "cannot read tokens"),
         ("{}", "tokens must be a list of ids or of such lists"),
         ("[]", "tokens must be a list of ids or of such lists"),
         ("[1]", r"lists of at least 2 ids, got \[1\] as passage 0"),
@@ -165,9 +167,14 @@ def test_text_without_two_tokens(tmp_path: Path):
         evaluate("demo", "--text", path)
 
 
-def test_figures_outlive_a_picture_that_cannot_be_drawn(tiny: Path, tmp_path: Path):
+def test_figures_outlive_a_picture_that_cannot_be_drawn(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", fail)
     results, plot = tmp_path / "results.jsonl", tmp_path / "plot.png"
-    plot.mkdir()
     arguments = (
         "evaluate",
         tiny,
@@ -182,7 +189,7 @@ def test_figures_outlive_a_picture_that_cannot_be_drawn(tiny: Path, tmp_path: Pa
     )
     done = CliRunner().invoke(app, list(map(str, arguments)))
     assert isinstance(done.exception, CommandFailed)
-    assert f"cannot write {plot}" in str(done.exception)
+    assert str(done.exception) == f"cannot write {plot}: no space left"
     assert results.read_text().splitlines() == done.stdout.splitlines()[-1:]
     assert json.loads(results.read_text())["tokens"] == 9
 

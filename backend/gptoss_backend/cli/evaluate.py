@@ -140,8 +140,8 @@ def _held_out_chats(count: int, *, has_tasks: bool) -> list[demo.HeldOutChat]:
 def _check_outputs(json_file: Path | None, plot: Path | None) -> None:
     """Before minutes are spent, whether the results can be written."""
     for path in (json_file, plot):
-        if path is not None and not path.parent.is_dir():
-            raise InvalidConfig(f"cannot write {path}: there is no folder {path.parent}")
+        if path is not None:
+            _check_writable(path)
     if plot is None:
         return
     if plot.suffix not in (".svg", ".png", ".pdf"):
@@ -152,6 +152,16 @@ def _check_outputs(json_file: Path | None, plot: Path | None) -> None:
         raise CommandFailed(
             "--plot needs matplotlib: install it, or gptoss-backend[plot]"
         ) from None
+
+
+def _check_writable(path: Path) -> None:
+    is_new = not path.exists()
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise InvalidConfig(f"cannot write {path}: {error}") from error
+    if is_new:
+        path.unlink()
 
 
 def _append(path: Path, line: dict[str, Any]) -> None:

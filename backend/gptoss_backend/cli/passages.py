@@ -93,7 +93,7 @@ def read_tokens(path: Path) -> list[tuple[int, ...]]:
     """One list of ids, or several."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidConfig(f"cannot read tokens from {path}: {error}") from error
     if not isinstance(content, list) or not content:
         raise InvalidRequest(f"tokens must be a list of ids or of such lists, {path} holds none")
