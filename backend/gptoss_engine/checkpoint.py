@@ -296,7 +296,8 @@ def _open_files(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for path in _tensor_files(folder):
         try:
-            file = safe_open(path, framework="pt")
+            with path.open("rb"):  # says why it cannot be opened
+                file = safe_open(path, framework="pt")
             names = list(file.keys())
         except (OSError, SafetensorError) as error:
             raise InvalidCheckpoint(f"cannot read {path}: {error}") from None

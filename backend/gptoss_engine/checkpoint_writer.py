@@ -27,7 +27,14 @@ from gptoss_engine.tensor_files import (
     placed,
     plan_files,
 )
-from gptoss_engine.work_folder import CannotWrite, WorkFolder, as_json, sentences, write_durably
+from gptoss_engine.work_folder import (
+    CannotWrite,
+    WorkFolder,
+    as_json,
+    sentences,
+    sync_folder,
+    write_durably,
+)
 
 __all__ = ["CHECKSUMS_FILE", "CannotWrite", "TensorGroup", "Written", "write_checkpoint"]
 
@@ -86,6 +93,7 @@ def write_checkpoint(
     with WorkFolder.locked(target) as work, sentences(target):
         work.open(job, {file.name: file.num_bytes for file in plan})
         try:
+            _drop_damaged(plan, work)
             num_kept = sum(file.tensor_bytes for file in plan if file.name in work.finished)
             _check_room(plan, work)
             _write_tensors(plan, work, description, check_source)
@@ -99,6 +107,19 @@ def write_checkpoint(
             work.leave(error)
             raise
     return Written(len(plan), sum(file.tensor_bytes for file in plan), num_kept)
+
+
+def _drop_damaged(plan: list[TensorFile], work: WorkFolder) -> None:
+    """Files that an earlier run had finished, and whose bytes are not those any more."""
+    kept = {file.name: file.num_bytes for file in plan if file.name in work.finished}
+    with progress_bar() as progress:
+        task = progress.add_task("checking what is finished", total=sum(kept.values()))
+        for name, num_bytes in kept.items():
+            with (work.content / name).open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+            if found != work.finished[name]["sha256"]:
+                del work.finished[name]
+            progress.advance(task, num_bytes)
 
 
 def _check_room(plan: list[TensorFile], work: WorkFolder) -> None:
@@ -118,7 +139,7 @@ def _write_tensors(
     with progress_bar() as progress, ThreadPoolExecutor(1, "finish") as executor:
         kept = sum(file.tensor_bytes for file in plan if file.name in work.finished)
         total = sum(file.tensor_bytes for file in plan)
-        task = progress.add_task(description, total=total, completed=kept)
+        task = progress.add_task(f"{description}, written", total=total, completed=kept)
         finishing: Future[None] | None = None
         for file in [each for each in plan if each.name not in work.finished]:
             with _Output(work.content / file.name, executor) as output:
@@ -222,3 +243,4 @@ def _write_small_files(
     files[CHECKSUMS_FILE] = "".join(lines).encode()
     for name, content in files.items():
         write_durably(work.content / name, content)
+    sync_folder(work.content)

@@ -10,7 +10,7 @@ import importlib.metadata
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from math import prod, sqrt
 from pathlib import Path
@@ -87,12 +87,12 @@ class Conversion:
     def read(cls, folder: Path) -> "Conversion":
         path = folder / REPORT_FILE
         says = read_json(path)
-        if says.keys() != {field.name for field in fields(cls)} or not (
-            isinstance(says["inexact"], dict) and isinstance(says["inexact_blocks"], list)
-        ):
-            raise InvalidCheckpoint(f"{path} is not as gptoss convert writes it")
-        says["inexact_blocks"] = [tuple(block) for block in says["inexact_blocks"]]
-        return cls(**says)
+        try:
+            inexact = {name: int(count) for name, count in says.pop("inexact").items()}
+            blocks = [tuple(block) for block in says.pop("inexact_blocks")]
+            return cls(**says, inexact=inexact, inexact_blocks=blocks)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise InvalidCheckpoint(f"{path} is not as gptoss convert writes it") from None
 
     @property
     def num_inexact(self) -> int:
@@ -176,12 +176,12 @@ def _group(
     *,
     allow_inexact: bool,
 ) -> TensorGroup:
+    weight = next(iter(target.parts))
     if target.kind != "fp8":
         dtypes = [dense_rows(source, name, slice(0, 1)).dtype]
-        make = partial(_copied, source, name)
+        make = partial(_copied, source, name, weight)
     else:
         dtypes = [E4M3, torch.float32]
-        weight = next(iter(target.parts))
         if name.endswith(EXPERTS):
             make = partial(_experts, source, name, weight, executor, allow_inexact)
         else:
@@ -193,12 +193,17 @@ def _group(
     )
 
 
-def _copied(source: IdentifiedSource, name: str, _: dict[str, Any]) -> Iterator[Tensor]:
+def _copied(
+    source: IdentifiedSource, name: str, weight: str, _: dict[str, Any]
+) -> Iterator[Tensor]:
     source = source.reopened()
     num_rows, *columns = source.shapes[name]
     at_once = max(1, _COPIED_AT_ONCE // (4 * prod(columns)))
     for rows in bands(num_rows, at_once):
-        yield dense_rows(source, name, rows)
+        piece = dense_rows(source, name, rows)
+        if not bool(piece.isfinite().all()):
+            raise InvalidCheckpoint(f"{source.label}: {weight} holds what is not a finite number")
+        yield piece
 
 
 def _quantised(
@@ -337,6 +342,9 @@ def _small_files(source: IdentifiedSource) -> dict[str, bytes]:
         elif folder.name == "original" and (folder.parent / "config.json").is_file():
             files |= _copies(folder.parent)
         files |= _copies(folder)
+    else:
+        end_tokens = {"eos_token_id": sorted(source.config.eos_token_ids)}
+        files["generation_config.json"] = as_json(end_tokens)
     config["quantization_config"] = FP8_QUANTISATION
     return files | {"config.json": as_json(config)}
 
@@ -362,6 +370,7 @@ def _is_copied(path: Path) -> bool:
     return (
         path.is_file()
         and not path.name.startswith(".")
+        and path.name.isprintable()  # a line of SHA256SUMS, in UTF-8
         and path.name not in _NOT_COPIED
         and not path.name.endswith((_INDEX_SUFFIX, *_WEIGHT_SUFFIXES))
         and path.stat().st_size <= _MAX_FILE_BYTES

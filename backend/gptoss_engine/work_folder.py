@@ -67,13 +67,11 @@ class WorkFolder:
         """
         path = self.path / _JOB
         if not path.exists():
-            write_durably(path, as_json(job))
+            replace_durably(path, as_json(job))
         elif path.read_bytes() != as_json(job):
-            found = self._job() or {}
             raise CannotWrite(
-                f"{self.path} holds the unfinished result of another run: "
-                f"{found.get('description')}, other options or another source; repeat that run, "
-                "or remove this folder"
+                f"{self.path} holds the unfinished result of another run, "
+                f"{self._differences(job)}; repeat that run, or remove this folder"
             )
         self.content.mkdir(exist_ok=True)
         for name, entry in self._recorded().items():
@@ -86,7 +84,7 @@ class WorkFolder:
         """The file in content/ is whole, and durable but for its name."""
         sync_folder(self.content)
         self.finished[name] = entry
-        write_durably(self.path / _FINISHED, as_json(self.finished))
+        replace_durably(self.path / _FINISHED, as_json(self.finished))
 
     def publish(self) -> None:
         """content/ becomes the target, and nothing else is left."""
@@ -106,7 +104,7 @@ class WorkFolder:
         if not self.finished:
             self.remove()
             return
-        with suppress(OSError):
+        with suppress(OSError, CannotWrite):
             self._drop_unfinished()  # the disk may be full of it
         error.add_note(
             f"finished files are kept in {self.path}: the next run of the same job goes on there; "
@@ -116,7 +114,7 @@ class WorkFolder:
     def remove(self) -> None:
         """As far as it can be. The lock goes last: without job.json another run may begin."""
         self.finished.clear()
-        with suppress(OSError):
+        with suppress(OSError, CannotWrite):
             (self.path / _FINISHED).unlink(missing_ok=True)
             (self.path / f"{_FINISHED}{_NEW}").unlink(missing_ok=True)
             if self.content.exists():
@@ -128,13 +126,15 @@ class WorkFolder:
 
     def _drop_unfinished(self) -> None:
         for path in self.content.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                raise CannotWrite(f"{path} is in the way: it is a folder, not our work; move it")
             if path.name not in self.finished:
                 path.unlink()
 
     def _names(self) -> set[str]:
         try:
             return set(os.listdir(self.path))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return set()
 
     def _job(self) -> dict[str, Any] | None:
@@ -144,6 +144,12 @@ class WorkFolder:
         except (OSError, ValueError):
             return None
         return job if isinstance(job, dict) and job.keys() == _JOB_KEYS else None
+
+    def _differences(self, job: Mapping[str, Any]) -> str:
+        found = self._job() or {}
+        ours, theirs = (each["identity"] | {"size of files": each["plan"]} for each in (job, found))
+        differing = [name for name in ours if ours[name] != theirs.get(name)]
+        return f"{found['description']}, with another {', '.join(differing)}"
 
     def _recorded(self) -> dict[str, Any]:
         """Nothing where finished.json is damaged: then all is written again."""
@@ -157,12 +163,11 @@ class WorkFolder:
 
     def _is_left_by_a_kill(self) -> bool:
         """Right after the last rename: ours, without content, and nothing of anybody else."""
-        try:
-            return self._names() <= _WITHOUT_CONTENT and self._job() is not None
-        except NotADirectoryError:
-            return False
+        return self._names() <= _WITHOUT_CONTENT and self._job() is not None
 
     def _refuse_strangers(self) -> None:
+        if self.path.is_file():
+            raise CannotWrite(f"{self.path} is in the way: it is a file, not our work")
         names = self._names()
         if _JOB in names:
             strangers = set() if self._job() is not None else {_JOB}
@@ -200,12 +205,17 @@ def sentences(target: Path) -> Iterator[None]:
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """The file appears whole, by one rename, and outlives a crash of the machine."""
-    partial = path.with_name(f"{path.name}{_NEW}")
-    with partial.open("wb") as file:
+    """The file outlives a crash of the machine, once its folder is flushed too."""
+    with path.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+def replace_durably(path: Path, content: bytes) -> None:
+    """The file appears whole, by one rename, and outlives a crash of the machine."""
+    partial = path.with_name(f"{path.name}{_NEW}")
+    write_durably(partial, content)
     os.replace(partial, path)
     sync_folder(path.parent)
 

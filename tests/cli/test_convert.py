@@ -59,12 +59,9 @@ def test_verify_alone_proves_an_earlier_conversion(
     assert done.out.endswith("t is verified: every tensor and every checksum\n")
     assert "tensors" not in done.out.splitlines()[0]
     assert target.stat().st_mtime_ns == written
-    # With other options it is an existing folder like any other.
     done = run(source, target, "--verify")
-    assert (done.code, done.err) == (
-        1,
-        f"gptoss: {target} exists already: choose another folder, or remove it\n",
-    )
+    assert done.code == 1
+    assert f"{target} is no conversion of {source} with these options" in done.err
 
 
 def test_a_damaged_conversion_fails_by_name(
@@ -217,8 +214,8 @@ def test_refusals_are_sentences(
         ("500MB", 500 * 10**6),
         ("1.5 kb", 1500),
         ("3 TiB", 3 * 2**40),
-        ("7", 7),
-        ("1b", 1),
+        ("7000", 7000),
+        ("1000b", 1000),
         ("9" * 25, 10**25 - 1),
         ("1" + "0" * 400, 10**400),
     ],
@@ -228,7 +225,7 @@ def test_sizes(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "GB", "-5GB", "5XB", "1e9", "0", "0.1B", "5GBs", "٣GB", "inf"]
+    "text", ["", "GB", "-5GB", "5XB", "1e9", "0", "5", "999B", "5GBs", "٣GB", "inf"]
 )
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(InvalidConfig, match="shard_size must be a size such as 5GB"):

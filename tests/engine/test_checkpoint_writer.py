@@ -6,6 +6,8 @@ import hashlib
 import json
 import os
 import re
+import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -274,6 +276,26 @@ def summary(notes: list[Any]) -> dict[str, bytes]:
     return {"notes.json": json.dumps(notes).encode()}
 
 
+LARGE = """
+import resource, sys, torch
+from pathlib import Path
+from gptoss_engine.checkpoint_writer import TensorGroup, write_checkpoint
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+def produce(_):
+    for number in range(50):
+        yield torch.full((4_000_000,), number, dtype=torch.uint8)
+
+before = peak()
+write_checkpoint(
+    Path(sys.argv[1]), [TensorGroup({"large": (torch.uint8, (200_000_000,))}, produce)],
+    files={}, identity=dict, shard_bytes=10**9, description="large",
+)
+print(peak() - before)
+"""
+
 KILLED = """
 import sys, torch
 from pathlib import Path
@@ -314,25 +336,53 @@ def waiting(target: Path, at: int) -> Iterator[None]:
         process.kill()
 
 
-def test_killed_twice_and_resumed_equals_undisturbed(tmp_path: Path) -> None:
-    with start(tmp_path / "undisturbed", -1) as process:
-        pass
-    assert process.returncode == 0
+STOPPING = """
+import os
+from gptoss_engine import checkpoint_writer
+
+def stop(path, content):
+    path.write_bytes(content[:1])
+    if path.name == "SHA256SUMS":
+        os.kill(os.getpid(), 9)
+
+checkpoint_writer.write_durably = stop
+"""
+
+
+def test_killed_among_the_small_files_and_resumed_equals_undisturbed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """test_convert.py kills among the tensors."""
     target = tmp_path / "t"
-    kept = {}
-    for at in (1, 3):
-        with waiting(target, at):
-            pass
-        assert not target.exists()
-        kept = stamps(work_folder(target) / "content")
-    with start(target, -1) as process:
-        pass
-    assert process.returncode == 0
+    arguments = [sys.executable, "-c", STOPPING + KILLED, str(target), "-1"]
+    assert subprocess.run(arguments, check=False).returncode == -signal.SIGKILL
+    assert not target.exists()
+    content = work_folder(target) / "content"
+    tensors = {f"model-0000{number}-of-00004.safetensors" for number in (1, 2, 3, 4)}
+    assert contents(content).keys() > tensors | {"config.json", "SHA256SUMS"}
+    kept = stamps(content)
+
+    (tmp_path / "script.py").write_text(KILLED)
+    for name in ("undisturbed", "t"):
+        monkeypatch.setattr(sys, "argv", ["", str(tmp_path / name), "-1"])
+        runpy.run_path(str(tmp_path / "script.py"))
     assert contents(target) == contents(tmp_path / "undisturbed")
-    # The third file may not have been recorded yet when the fourth had begun.
-    for number in (1, 2):
-        file = f"model-0000{number}-of-00004.safetensors"
-        assert stamps(target)[file] == kept[file]
+    assert {name: stamps(target)[name] for name in tensors} == {
+        name: kept[name] for name in tensors
+    }
+
+
+def test_a_group_larger_than_memory_is_written(tmp_path: Path) -> None:
+    """In pieces: a process that may hold 100 MB more than at its beginning writes 200."""
+    done = subprocess.run(
+        [sys.executable, "-c", LARGE, str(tmp_path / "t")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 100 * 10**6
+    assert (tmp_path / "t" / "model.safetensors").stat().st_size > 200 * 10**6
 
 
 def test_a_second_process_is_refused_while_the_first_writes(tmp_path: Path) -> None:
@@ -364,19 +414,22 @@ def test_what_an_early_end_keeps_is_noted(tmp_path: Path, kind: type[BaseExcepti
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "differing"),
     [
-        {"identity": lambda: {"source": "another", "options": [1, 2]}},
-        {"shard_bytes": 48},
-        {"groups": GROUPS_OF_TENSORS[:2]},
+        ({"identity": lambda: {"source": "another", "options": [1, 2]}}, "source"),
+        ({"shard_bytes": 48}, "size of files"),
+        ({"groups": GROUPS_OF_TENSORS[:2]}, "size of files"),
     ],
     ids=["identity", "shard_bytes", "groups"],
 )
-def test_the_work_of_another_job_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_the_work_of_another_job_is_refused(
+    tmp_path: Path, change: dict[str, Any], differing: str
+) -> None:
     with pytest.raises(Stopped):
         write(tmp_path / "t", groups=stopping_groups(1, []))
     before = stamps(work_folder(tmp_path / "t"))
-    with pytest.raises(CannotWrite, match=r"\.t\.partial holds the unfinished .*writing numbers"):
+    sentence = rf"\.t\.partial holds the unfinished .*writing numbers, with another {differing};"
+    with pytest.raises(CannotWrite, match=sentence):
         write(tmp_path / "t", **change)
     assert stamps(work_folder(tmp_path / "t")) == before
 
@@ -497,6 +550,44 @@ def test_a_finished_file_that_was_cut_or_removed_is_written_again(tmp_path: Path
         damage(work_folder(target) / "content" / "model-00001-of-00003.safetensors")
         assert write(target).num_kept_bytes == 25
         assert contents(target) == contents(tmp_path / "undisturbed")
+
+
+def test_a_finished_file_whose_bytes_changed_is_written_again(tmp_path: Path) -> None:
+    write(tmp_path / "undisturbed")
+    with pytest.raises(Stopped):
+        write(tmp_path / "t", groups=stopping_groups(2, []))
+    with (work_folder(tmp_path / "t") / "content" / "model-00001-of-00003.safetensors").open(
+        "r+b"
+    ) as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"?")
+    assert write(tmp_path / "t").num_kept_bytes == 25
+    assert contents(tmp_path / "t") == contents(tmp_path / "undisturbed")
+
+
+def test_a_folder_within_our_work_is_named(tmp_path: Path) -> None:
+    with pytest.raises(Stopped):
+        write(tmp_path / "t", groups=stopping_groups(2, []))
+    photos = work_folder(tmp_path / "t") / "content" / "photos"
+    photos.mkdir()
+    with pytest.raises(CannotWrite, match=f"^{photos} is in the way: it is a folder"):
+        write(tmp_path / "t")
+    photos.rmdir()
+    assert write(tmp_path / "t").num_kept_bytes == 48
+
+
+def test_a_file_in_place_of_our_work_is_named(tmp_path: Path) -> None:
+    work_folder(tmp_path / "t").write_text("mine")
+    with pytest.raises(CannotWrite, match=r"\.t\.partial is in the way: it is a file"):
+        write(tmp_path / "t")
+    assert work_folder(tmp_path / "t").read_text() == "mine"
+
+
+def test_files_may_have_the_names_of_our_temporaries(tmp_path: Path) -> None:
+    files = {"config.json": b"{}", "config.json.new": b"mine", "SHA256SUMS.new": b"mine"}
+    write(tmp_path / "t", files=files)
+    found = contents(tmp_path / "t")
+    assert {name: found[name] for name in files} == files
 
 
 def test_room_on_the_disk_is_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
