@@ -1,4 +1,4 @@
-"""What the FP8 products share: a tile of one, its kernel, its arguments, the scales' layout.
+"""What the FP8 products share: a tile, its kernel and arguments, the scales' layout, the checks.
 
 The operators are linear_fp8.py, grouped_swiglu_fp8.py and grouped_linear_fp8.py, one a file.
 """
@@ -16,7 +16,10 @@ from torch import Tensor
 from gptoss_kernels.cuda import runtime
 from gptoss_kernels.fp8 import BLOCK
 
+# Of the served tiles the narrowest alone has room for one more, which was not timed.
 _MAXIMUM_STAGES = 18
+# Rows that are done along all of N before the next ones: 132 blocks of 256 x 128 then cover about
+# as many columns as rows, which reads the least into L2.
 _BAND_ROWS = 2048
 # Buffers of a serving engine come back at the same addresses; others would fill the memory.
 _MAXIMUM_LAUNCHES = 4096
@@ -135,11 +138,126 @@ def empty_scale(rows: int, columns: int, device: torch.device | str, group: int 
     return storage.t()[:rows]
 
 
+def sizes(x: Tensor, weight: Tensor, dimensions: int) -> tuple[int, int, int]:
+    """M, N and K of `x` [M, K] and `weight` [N, K], or with 3 dimensions [E, N, K]."""
+    if x.dim() != 2 or weight.dim() != dimensions or x.shape[1] != weight.shape[-1]:
+        named = "[N, K]" if dimensions == 2 else "[E, N, K]"
+        raise ValueError(
+            f"x [M, K] and weight {named} must agree in K, got {list(x.shape)} and "
+            f"{list(weight.shape)}"
+        )
+    return x.shape[0], weight.shape[-2], x.shape[1]
+
+
+def check_inputs(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor,
+    *,
+    dimensions: int = 2,
+    x_group: int = BLOCK,
+) -> None:
+    """Raise ValueError, in words, where an input is not what the operators' docstrings say."""
+    check_type("x", x, torch.float8_e4m3fn, x)
+    check_type("x_scale", x_scale, torch.float32, x)
+    check_type("weight", weight, torch.float8_e4m3fn, x)
+    check_type("weight_scale", weight_scale, torch.float32, x)
+    check_type("bias", bias, torch.float32, x)
+    m, n, k = sizes(x, weight, dimensions)
+    if n % 8 or k % 16 or n == 0 or k == 0:
+        raise ValueError(f"N must be a multiple of 8 and K of 16, got N={n}, K={k}")
+    experts = weight.shape[:-2]
+    check_shape("x_scale", x_scale, (m, -(-k // x_group)))
+    check_shape("weight_scale", weight_scale, (*experts, -(-n // BLOCK), -(-k // BLOCK)))
+    check_shape("bias", bias, (*experts, n))
+    check_contiguous("weight_scale", weight_scale)
+    check_contiguous("bias", bias)
+    if experts:
+        check_contiguous("weight", weight)
+        check_start("weight", weight)
+    else:
+        check_rows("weight", weight)
+    check_rows("x", x)
+    check_scale("x_scale", x_scale)
+
+
+def check_output(
+    name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], x: Tensor
+) -> None:
+    """The same of an output: a matrix by rows, or fp32 scales by columns."""
+    check_type(name, tensor, dtype, x)
+    check_shape(name, tensor, shape)
+    if dtype == torch.float32:
+        check_scale(name, tensor)
+    else:
+        check_rows(name, tensor)
+
+
+def check_type(name: str, tensor: Tensor, dtype: torch.dtype, x: Tensor) -> None:
+    if tensor.dtype != dtype:
+        raise ValueError(f"{name} must be {dtype}, got {tensor.dtype}")
+    if not x.is_cuda:
+        raise ValueError(f"x must be on a GPU, got {x.device}")
+    if tensor.device != x.device:
+        raise ValueError(f"{name} must be on the GPU of x, got {tensor.device} and {x.device}")
+
+
+def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape:
+        raise ValueError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
+
+
+def check_contiguous(name: str, tensor: Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
+
+
+def check_rows(name: str, matrix: Tensor) -> None:
+    """As the copy engine and wide stores want a matrix."""
+    rows, columns = matrix.shape
+    if rows == 0:
+        return
+    pitch = matrix.stride(0)
+    if matrix.stride(1) != 1 or pitch < columns or pitch * matrix.element_size() % 16:
+        raise ValueError(
+            f"{name} must have adjacent columns, and rows of their own at multiples of 16 bytes, "
+            f"got strides {matrix.stride()}"
+        )
+    check_start(name, matrix)
+
+
+def check_scale(name: str, scale: Tensor) -> None:
+    rows = scale.shape[0]
+    if rows == 0:
+        return
+    if (rows > 1 and scale.stride(0) != 1) or scale.stride(1) % 4 or scale.stride(1) < rows:
+        raise ValueError(
+            f"{name} must be stored by column, columns at multiples of 4 elements "
+            f"(see empty_scale), got strides {scale.stride()} for {rows} rows"
+        )
+    check_start(name, scale)
+
+
+def check_start(name: str, tensor: Tensor) -> None:
+    if tensor.data_ptr() % 16:
+        raise ValueError(f"{name} must start at a multiple of 16 bytes")
+
+
 def launch(
     options: Hashable, tensors: Sequence[Tensor], prepare: Callable[[], runtime.Launch]
 ) -> None:
-    """Launch on the current stream; `prepare` checks and packs, once for the same buffers."""
-    key = (options, *((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors))
+    """Launch on the current stream of the first tensor's GPU, which need not be the current one.
+
+    `prepare` checks and packs, once for the same buffers.
+    """
+    device = tensors[0].device
+    if tensors[0].is_cuda and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            launch(options, tensors, prepare)
+        return
+    key = (options, device.index, *((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors))
     found = _launches.get(key)
     if found is None:
         found = prepare()
@@ -147,7 +265,7 @@ def launch(
             _launches.clear()
         _launches[key] = found
     # As torch.cuda.current_stream does, without the 3 us that its stream object costs.
-    found(torch._C._cuda_getCurrentRawStream(tensors[0].device.index))
+    found(torch._C._cuda_getCurrentRawStream(device.index))
 
 
 _launches: dict[tuple[object, ...], runtime.Launch] = {}

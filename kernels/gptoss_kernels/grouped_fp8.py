@@ -14,14 +14,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gptoss_kernels import gemm_fp8
 from gptoss_kernels.cuda import runtime
 from gptoss_kernels.fp8 import BLOCK
 from gptoss_kernels.gemm_fp8 import Arguments, Tile, kernel
 
 MAXIMUM_EXPERTS = 512
 _MAILBOX_BYTES = 32
-# Launches whose tiles are counted apart: so many may be under way at once.
-_COUNTERS = 1024
+# Each prepared launch counts its tiles apart, until this many later ones were prepared: two that
+# share a counter must not be under way at once, on two streams. A graph keeps its launches' for
+# its life, however often it is replayed, so none can be given back; 8 bytes each.
+_COUNTERS = 65_536
 _next_counter = itertools.count()
 
 
@@ -102,100 +105,25 @@ def check_inputs(
     x_group: int,
 ) -> None:
     """Raise ValueError, in words, where an input is not what the operators' docstrings say."""
-    named = {
-        "x": (x, torch.float8_e4m3fn),
-        "x_scale": (x_scale, torch.float32),
-        "expert_start": (expert_start, torch.int32),
-        "weight": (weight, torch.float8_e4m3fn),
-        "weight_scale": (weight_scale, torch.float32),
-        "bias": (bias, torch.float32),
-    }
-    for name, (tensor, dtype) in named.items():
-        if tensor.dtype != dtype:
-            raise ValueError(f"{name} must be {dtype}, got {tensor.dtype}")
-        if tensor.device != x.device or tensor.device.type != "cuda":
-            raise ValueError(f"{name} must be on the GPU of x, got {tensor.device} and {x.device}")
-    if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2]:
-        raise ValueError(
-            f"x [R, K] and weight [E, N, K] must agree in K, got {list(x.shape)} and "
-            f"{list(weight.shape)}"
-        )
-    (rows, k), (num_experts, n, _) = x.shape, weight.shape
+    gemm_fp8.check_inputs(*(x, x_scale, weight, weight_scale, bias), dimensions=3, x_group=x_group)
+    num_experts = len(weight)
     if not 0 < num_experts <= MAXIMUM_EXPERTS:
         raise ValueError(f"there must be 1 to {MAXIMUM_EXPERTS} experts, got {num_experts}")
-    if n % 8 or k % 16 or n == 0 or k == 0:
-        raise ValueError(f"N must be a multiple of 8 and K of 16, got N={n}, K={k}")
-    expected = {
-        "x_scale": (x_scale, (rows, -(-k // x_group))),
-        "expert_start": (expert_start, (num_experts + 1,)),
-        "weight_scale": (weight_scale, (num_experts, -(-n // BLOCK), -(-k // BLOCK))),
-        "bias": (bias, (num_experts, n)),
-    }
-    for name, (tensor, shape) in expected.items():
-        check_shape(name, tensor, shape)
-    contiguous = {
-        "expert_start": expert_start,
-        "weight": weight,
-        "weight_scale": weight_scale,
-        "bias": bias,
-    }
-    for name, tensor in contiguous.items():
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
-    check_rows("x", x)
-    check_scale("x_scale", x_scale)
-    check_start("weight", weight)
+    gemm_fp8.check_type("expert_start", expert_start, torch.int32, x)
+    gemm_fp8.check_shape("expert_start", expert_start, (num_experts + 1,))
+    gemm_fp8.check_contiguous("expert_start", expert_start)
 
 
-def check_output(
-    name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], x: Tensor
-) -> None:
-    """The same of an output: a matrix by rows, or fp32 scales by columns."""
-    if tensor.dtype != dtype or tensor.device != x.device:
-        raise ValueError(
-            f"{name} must be {dtype} on {x.device}, got {tensor.dtype} on {tensor.device}"
-        )
-    check_shape(name, tensor, shape)
-    if dtype == torch.float32:
-        check_scale(name, tensor)
-    else:
-        check_rows(name, tensor)
-
-
-def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    if tensor.shape != shape:
-        raise ValueError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
-
-
-def check_rows(name: str, tensor: Tensor) -> None:
-    """As the copy engine and wide stores want a matrix."""
-    if tensor.stride(1) != 1 or tensor.stride(0) * tensor.element_size() % 16:
-        raise ValueError(
-            f"{name} must have adjacent columns and rows at multiples of 16 bytes, "
-            f"got strides {tensor.stride()}"
-        )
-    check_start(name, tensor)
-
-
-def check_scale(name: str, scale: Tensor) -> None:
-    rows = scale.shape[0]
-    if rows == 0:
-        return
-    if (rows > 1 and scale.stride(0) != 1) or scale.stride(1) % 4 or scale.stride(1) < rows:
-        raise ValueError(
-            f"{name} must be stored by column, columns at multiples of 4 elements "
-            f"(see empty_scale), got strides {scale.stride()} for {rows} rows"
-        )
-    check_start(name, scale)
-
-
-def check_start(name: str, tensor: Tensor) -> None:
-    if tensor.data_ptr() % 16:
-        raise ValueError(f"{name} must start at a multiple of 16 bytes")
+def check_tile(tile: GroupedTile, *, x_group: int, swiglu: bool, out_group: int) -> None:
+    """Refuse a tile of another operator: its kernel would write beyond what this one is given."""
+    wanted = {"x_group": x_group, "swiglu": swiglu, "out_group": out_group}
+    for name, value in wanted.items():
+        if getattr(tile, name) != value:
+            raise ValueError(f"the tile must have {name} = {value}, got {tile}")
 
 
 def prepare(
-    tile: GroupedTile,
+    tile: GroupedTile | None,
     x: Tensor,
     x_scale: Tensor,
     expert_start: Tensor,
@@ -205,10 +133,17 @@ def prepare(
     out: Tensor,
     out_scale: Tensor | None = None,
     *,
+    x_group: int,
+    swiglu: bool = False,
+    out_group: int = 64,
     alpha: float = 0.0,
     limit: float = 0.0,
 ) -> runtime.Launch:
+    """Pack a launch of checked tensors, with `tile` or the one that choose_tile takes."""
     (rows, k), (num_experts, n, _) = x.shape, weight.shape
+    if tile is None:
+        tile = choose_tile(rows, num_experts, x_group=x_group, swiglu=swiglu, out_group=out_group)
+    check_tile(tile, x_group=x_group, swiglu=swiglu, out_group=out_group)
     device = x.device.index
     num_blocks = torch.cuda.get_device_properties(device).multi_processor_count
     return runtime.Launch(

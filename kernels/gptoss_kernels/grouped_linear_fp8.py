@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gptoss_kernels import grouped_fp8
+from gptoss_kernels import gemm_fp8, grouped_fp8
 from gptoss_kernels.cuda import runtime
 from gptoss_kernels.fp8 import BLOCK
 from gptoss_kernels.gemm_fp8 import launch
@@ -37,8 +37,8 @@ def grouped_linear_fp8(
     runtime.CudaError where there is no Hopper GPU.
     """
     if out is None:
-        shape = (x.shape[0], weight.shape[1])
-        out = torch.empty(shape, dtype=torch.bfloat16, device=x.device)
+        rows, n, _ = gemm_fp8.sizes(x, weight, 3)
+        out = torch.empty((rows, n), dtype=torch.bfloat16, device=x.device)
     inputs = (x, x_scale, expert_start, weight, weight_scale, bias)
     if x.shape[0] == 0:
         _check(*inputs, out)
@@ -68,14 +68,9 @@ def _check(
 ) -> None:
     group = _group(x, x_scale)
     grouped_fp8.check_inputs(x, x_scale, expert_start, weight, weight_scale, bias, group)
-    grouped_fp8.check_output("out", out, torch.bfloat16, (x.shape[0], weight.shape[1]), x)
+    gemm_fp8.check_output("out", out, torch.bfloat16, (x.shape[0], weight.shape[1]), x)
 
 
 def _prepare(tile: GroupedTile | None, *tensors: Tensor) -> runtime.Launch:
     _check(*tensors)
-    x, weight = tensors[0], tensors[3]
-    group = _group(x, tensors[1])
-    tile = tile or grouped_fp8.choose_tile(len(x), len(weight), x_group=group)
-    if tile.x_group != group:
-        raise ValueError(f"{tile} is made for other groups than of {group}")
-    return grouped_fp8.prepare(tile, *tensors)
+    return grouped_fp8.prepare(tile, *tensors, x_group=_group(*tensors[:2]))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gptoss_kernels import grouped_fp8
+from gptoss_kernels import gemm_fp8, grouped_fp8
 from gptoss_kernels.cuda import runtime
 from gptoss_kernels.fp8 import BLOCK, SWIGLU_GROUP
 from gptoss_kernels.gemm_fp8 import empty_scale, launch
@@ -44,7 +44,8 @@ def grouped_swiglu_fp8(
     runtime.CudaError where there is no Hopper GPU.
     """
     if out is None:
-        shape = (x.shape[0], weight.shape[1] // 2)
+        rows, n, _ = gemm_fp8.sizes(x, weight, 3)
+        shape = (rows, n // 2)
         out = (
             torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device),
             empty_scale(*shape, x.device, group),
@@ -78,19 +79,14 @@ def _check(
         raise ValueError(f"group must be 64 or 128, got {group}")
     if inner % 16:
         raise ValueError(f"I must be a multiple of 16, got {inner}")
-    grouped_fp8.check_output("values", values, torch.float8_e4m3fn, (rows, inner), x)
-    grouped_fp8.check_output("scale", scale, torch.float32, (rows, -(-inner // group)), x)
+    gemm_fp8.check_output("values", values, torch.float8_e4m3fn, (rows, inner), x)
+    gemm_fp8.check_output("scale", scale, torch.float32, (rows, -(-inner // group)), x)
 
 
 def _prepare(
     tile: GroupedTile | None, alpha: float, limit: float, group: int, *tensors: Tensor
 ) -> runtime.Launch:
     _check(group, *tensors)
-    x, weight = tensors[0], tensors[3]
-    if tile is None:
-        tile = grouped_fp8.choose_tile(
-            len(x), len(weight), x_group=BLOCK, swiglu=True, out_group=group
-        )
-    if tile.out_group != group:
-        raise ValueError(f"{tile} is made for other groups than of {group}")
-    return grouped_fp8.prepare(tile, *tensors, alpha=alpha, limit=limit)
+    return grouped_fp8.prepare(
+        *(tile, *tensors), x_group=BLOCK, swiglu=True, out_group=group, alpha=alpha, limit=limit
+    )

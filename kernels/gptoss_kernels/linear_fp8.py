@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gptoss_kernels import gemm_fp8
 from gptoss_kernels.cuda import runtime
 from gptoss_kernels.fp8 import BLOCK
 from gptoss_kernels.gemm_fp8 import Arguments, Tile, empty_scale, kernel, launch
@@ -36,7 +37,8 @@ def linear_fp8(
     anything else, and runtime.CudaError where there is no Hopper GPU.
     """
     if out is None:
-        out = torch.empty((x.shape[0], weight.shape[0]), dtype=torch.bfloat16, device=x.device)
+        m, n, _ = gemm_fp8.sizes(x, weight, 2)
+        out = torch.empty((m, n), dtype=torch.bfloat16, device=x.device)
     tensors = (x, x_scale, weight, weight_scale, bias, out)
     if out.numel() == 0:
         _check(*tensors)
@@ -82,57 +84,8 @@ def choose_tile(m: int, n: int, k: int, num_blocks: int) -> Tile:
 def _check(
     x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor, out: Tensor
 ) -> None:
-    named = {
-        "x": (x, torch.float8_e4m3fn),
-        "x_scale": (x_scale, torch.float32),
-        "weight": (weight, torch.float8_e4m3fn),
-        "weight_scale": (weight_scale, torch.float32),
-        "bias": (bias, torch.float32),
-        "out": (out, torch.bfloat16),
-    }
-    for name, (tensor, dtype) in named.items():
-        if tensor.dtype != dtype:
-            raise ValueError(f"{name} must be {dtype}, got {tensor.dtype}")
-        if tensor.device != x.device or tensor.device.type != "cuda":
-            raise ValueError(f"{name} must be on the GPU of x, got {tensor.device} and {x.device}")
-    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
-        raise ValueError(
-            f"x [M, K] and weight [N, K] must agree in K, got {list(x.shape)} and "
-            f"{list(weight.shape)}"
-        )
-    (m, k), n = x.shape, weight.shape[0]
-    if n % 8 or k % 16 or n == 0 or k == 0:
-        raise ValueError(f"N must be a multiple of 8 and K of 16, got N={n}, K={k}")
-    k_blocks, n_blocks = -(-k // BLOCK), -(-n // BLOCK)
-    expected = {
-        "x_scale": (x_scale, (m, k_blocks)),
-        "weight_scale": (weight_scale, (n_blocks, k_blocks)),
-        "bias": (bias, (n,)),
-        "out": (out, (m, n)),
-    }
-    for name, (tensor, shape) in expected.items():
-        if tensor.shape != shape:
-            raise ValueError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
-    if m == 0:
-        return
-    for name, tensor in {"weight_scale": weight_scale, "bias": bias}.items():
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
-    for name, tensor in {"x": x, "weight": weight, "out": out}.items():
-        pitch = tensor.stride(0) * tensor.element_size()
-        if tensor.stride(1) != 1 or pitch % 16:
-            raise ValueError(
-                f"{name} must have adjacent columns and rows at multiples of 16 bytes, "
-                f"got strides {tensor.stride()}"
-            )
-    if (m > 1 and x_scale.stride(0) != 1) or x_scale.stride(1) % 4 or x_scale.stride(1) < m:
-        raise ValueError(
-            "x_scale must be stored by column, columns at multiples of 4 elements "
-            f"(see empty_scale), got strides {x_scale.stride()} for {m} rows"
-        )
-    for name, tensor in {"x": x, "x_scale": x_scale, "weight": weight, "out": out}.items():
-        if tensor.data_ptr() % 16:
-            raise ValueError(f"{name} must start at a multiple of 16 bytes")
+    gemm_fp8.check_inputs(x, x_scale, weight, weight_scale, bias)
+    gemm_fp8.check_output("out", out, torch.bfloat16, (x.shape[0], weight.shape[0]), x)
 
 
 def _prepare(

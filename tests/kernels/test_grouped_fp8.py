@@ -1,7 +1,6 @@
 """Both grouped FP8 products against float64 arithmetic on the same quantised inputs; bad input."""
 
-import subprocess
-import sys
+from functools import partial
 from itertools import accumulate, pairwise
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from gptoss_kernels import reference
 from gptoss_kernels.fp8 import SWIGLU_GROUP
 from gptoss_kernels.gemm_fp8 import empty_scale
-from gptoss_kernels.grouped_fp8 import GroupedTile, choose_tile
+from gptoss_kernels.grouped_fp8 import GroupedTile, check_tile, choose_tile, prepare
 from gptoss_kernels.grouped_linear_fp8 import grouped_linear_fp8
 from gptoss_kernels.grouped_swiglu_fp8 import grouped_swiglu_fp8
 
@@ -183,6 +182,41 @@ def test_swiglu_values_and_scales(rows, inner, k, tile) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("tile", SWIGLU_TILES, ids=str)
+def test_many_tiles_of_a_block_one_after_the_other(tile) -> None:
+    # About 25 for each cluster: what the two of one send each other goes through both buffers and
+    # both phases of their barriers several times, at chunks of unequal number (300 = 4.7 x 64).
+    inputs = random_inputs((300,) * 40, 2 * 1024, 272, 128)
+    values, scale = swiglu(inputs, tile)
+    expected_values, expected_scale = expected_swiglu(inputs, tile)
+    torch.testing.assert_close(scale, expected_scale, rtol=2e-3, atol=0)
+    out, expected = dequantised(values, scale), dequantised(expected_values, expected_scale)
+    assert norm_error(out, expected) < SWIGLU_BOUND
+
+
+# The scales of 32 blocks of K lie in the lanes of a warp: 33 blocks take one reload, 65 two.
+@pytest.mark.gpu
+@pytest.mark.parametrize("k", [4224, 8320])
+@pytest.mark.parametrize("tile", LINEAR_TILES, ids=str)
+def test_more_k_than_lanes_hold_scales(tile, k) -> None:
+    inputs = random_inputs((70, 0, 300), 320, k, tile.x_group)
+    assert norm_error(linear(inputs, tile), exact(*inputs)) < LINEAR_BOUND
+    wrong = [*inputs]
+    wrong[4] = inputs[4].clone()
+    wrong[4][:, :, 32:] = inputs[4][:, :, : k // 128 - 32]  # as without a reload
+    assert norm_error(linear(inputs, tile), exact(*wrong)) > LINEAR_BOUND
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k", [4224, 8320])
+@pytest.mark.parametrize("tile", SWIGLU_TILES, ids=str)
+def test_swiglu_of_more_k_than_lanes_hold_scales(tile, k) -> None:
+    inputs = random_inputs((70, 0, 300), 640, k, 128)
+    out = dequantised(*swiglu(inputs, tile))
+    assert norm_error(out, dequantised(*expected_swiglu(inputs, tile))) < SWIGLU_BOUND
+
+
+@pytest.mark.gpu
 def test_served_shape_agrees_with_the_reference_operators() -> None:
     rows = (40, 0, 300, 1, 64)
     inputs = random_inputs(rows, 5760, 2880, 128)
@@ -343,40 +377,74 @@ def test_no_tokens() -> None:
     assert scale.shape == (0, 3)
 
 
+# Of the longest prompt, and with so many columns that an element's number needs 32 bits or more:
+# of the bf16 output alone, then of SwiGLU's too.
+LONGEST = [(4 * 131_072, 0), (131_072, 3 * 131_072)]
+
+
+def part_of(inputs: list[torch.Tensor], some: slice, expert: int) -> list[torch.Tensor]:
+    """The same product of some rows, all of one expert."""
+    return [
+        inputs[0][some],
+        inputs[1][some],
+        starts_of((some.stop - some.start,)),
+        *(tensor[expert : expert + 1] for tensor in inputs[3:]),
+    ]
+
+
+def places_in(rows: tuple[int, ...]) -> list[tuple[slice, int]]:
+    """The first rows, some across the middle and the last, each with their expert."""
+    total = sum(rows)
+    return [
+        (slice(first, first + 72), 0 if first < rows[0] else 1)
+        for first in (0, 131_000, total // 2 + 72, total - 72)
+    ]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [(4 * 131_072, 0), (131_072, 3 * 131_072)], ids=str)
+@pytest.mark.parametrize("rows", LONGEST, ids=str)
 def test_the_longest_prompt(rows) -> None:
-    inputs = random_inputs(rows, 2880, 512, SWIGLU_GROUP)
+    n = 5760
+    assert sum(rows) * n > 2**31
+    inputs = random_inputs(rows, n, 256, SWIGLU_GROUP)
     out = linear(inputs)
-    for first, expert in ((0, 0), (131_000, 0), (4 * 131_072 - 72, len(rows) - 1)):
-        if rows[expert] == 0:
-            expert = 0
-        some = slice(first, first + 72)
-        part = [
-            inputs[0][some],
-            inputs[1][some],
-            starts_of((72,)),
-            *(tensor[expert : expert + 1] for tensor in inputs[3:]),
-        ]
-        assert norm_error(out[some], exact(*part)) < LINEAR_BOUND
-    assert not bool(out.isnan().any())
+    for some, expert in places_in(rows):
+        assert norm_error(out[some], exact(*part_of(inputs, some, expert))) < LINEAR_BOUND
+    assert not any(bool(part.isnan().any()) for part in out.split(1 << 16))
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("group", [64, 128])
+@pytest.mark.parametrize("rows", LONGEST, ids=str)
+def test_swiglu_of_the_longest_prompt(rows, group) -> None:
+    inner = 4352
+    assert sum(rows) * inner > 2**31
+    inputs = random_inputs(rows, 2 * inner, 256, 128)
+    tile = choose_tile(sum(rows), len(rows), x_group=128, swiglu=True, out_group=group)
+    values, scale = swiglu(inputs, tile)
+    for some, expert in places_in(rows):
+        expected = expected_swiglu(part_of(inputs, some, expert), tile)
+        out = dequantised(values[some], scale[some])
+        assert norm_error(out, dequantised(*expected)) < SWIGLU_BOUND
+    assert not bool(scale.isnan().any())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [64, 128])
 @pytest.mark.parametrize("total", [100, 3000])
-def test_a_graph_follows_where_the_rows_move(total: int) -> None:
+def test_a_graph_follows_where_the_rows_move(total: int, group: int) -> None:
     """Both products in one graph, the second reading what the first wrote; other rows at replay."""
     torch.manual_seed(total)
     chosen = torch.randint(0, 12, (2, total), device="cuda")
     rows, others = (tuple(torch.bincount(one, minlength=12).tolist()) for one in chosen)
     first, first_other = (random_inputs(one, 640, 512, 128) for one in (rows, others))
-    second = random_inputs(rows, 512, 320, SWIGLU_GROUP)
-    middle, out = poisoned_fp8(total, 320), poisoned(total, 512)
+    second = random_inputs(rows, 512, 320, group)
+    middle, out = poisoned_fp8(total, 320, group), poisoned(total, 512)
 
     def both(
         inputs: list[torch.Tensor], middle: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor
     ) -> None:
-        grouped_swiglu_fp8(*inputs, **SWIGLU, out=middle)
+        grouped_swiglu_fp8(*inputs, **SWIGLU, group=group, out=middle)
         grouped_linear_fp8(*middle, inputs[2], *second[3:], out=out)
 
     both(first, middle, out)
@@ -385,13 +453,14 @@ def test_a_graph_follows_where_the_rows_move(total: int) -> None:
     with torch.cuda.graph(graph):
         for _ in range(3):
             both(first, middle, out)
-    expected_middle, expected = poisoned_fp8(total, 320), poisoned(total, 512)
+    expected_middle, expected = poisoned_fp8(total, 320, group), poisoned(total, 512)
     both(first_other, expected_middle, expected)
     torch.cuda.synchronize()
     for mine, other in zip(first, first_other, strict=True):
         mine.copy_(other)
     for _ in range(5):
         out.fill_(torch.nan)
+        middle[1].fill_(torch.nan)
         graph.replay()
         assert torch.equal(out, expected)
         assert torch.equal(middle[1], expected_middle[1])
@@ -420,6 +489,7 @@ def test_two_streams_at_once() -> None:
         (0, lambda x: x.float(), "x must be torch.float8_e4m3fn, got torch.float32"),
         (0, lambda x: x[:, :496], r"must agree in K, got \[32, 496\] and \[2, 256, 512\]"),
         (0, lambda x: x.t().contiguous().t(), "x must have adjacent columns"),
+        (0, lambda x: x[:1].expand(32, 512), "x must have adjacent columns, and rows of their own"),
         (1, lambda scale: scale.contiguous(), "x_scale must be stored by column"),
         (1, lambda scale: scale[:, :3], r"x_scale must be \[32, (4|8)\], got \[32, 3\]"),
         (2, lambda start: start.long(), "expert_start must be torch.int32, got torch.int64"),
@@ -466,33 +536,52 @@ def test_without_a_gpu_the_sentence_says_so() -> None:
         torch.ones(1, 1, 1),
         torch.zeros(1, 8),
     )
-    with pytest.raises(ValueError, match="x must be on the GPU"):
+    with pytest.raises(ValueError, match="x must be on a GPU, got cpu"):
         grouped_linear_fp8(*inputs)
 
 
-COMPILE = """
-from gptoss_kernels.grouped_fp8 import GroupedTile
-for tile in {tiles!r}:
-    cubin = tile.compile()
-    print(cubin.registers, cubin.stack_bytes, cubin.spill_bytes, len(cubin.warnings))
-"""
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"swiglu": True}, "the tile must have swiglu = True"),
+        ({"swiglu": False}, "the tile must have swiglu = False"),
+        ({"x_group": 64}, "the tile must have x_group = 64"),
+        ({"out_group": 128}, "the tile must have out_group = 128"),
+    ],
+)
+def test_a_tile_of_another_operator_is_refused(options, sentence) -> None:
+    # It would write beyond the output, or through a scale that isn't there.
+    wanted = {"x_group": 128, "swiglu": False, "out_group": 64, **options}
+    other = {"x_group": 128, "swiglu": False, "out_group": 64}
+    other |= {name: {64: 128, 128: 64}.get(value, not value) for name, value in options.items()}
+    tensors = [torch.zeros(8, 128), *[torch.zeros(1)] * 2, torch.zeros(1, 8, 128)]
+    tensors += [torch.zeros(1)] * 3
+    with pytest.raises(ValueError, match=sentence):
+        prepare(GroupedTile(128, cluster_n=2, **other), *tensors, **wanted)
+    check_tile(GroupedTile(128, cluster_n=2, **wanted), **wanted)
 
 
-def test_all_tiles_compile_without_stack_or_spills(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("GPTOSS_CACHE", str(tmp_path))
-    tiles = [tile for tile in LINEAR_TILES if tile.x_group == SWIGLU_GROUP]
-    tiles += [tile for tile in SWIGLU_TILES if tile.out_group == SWIGLU_GROUP]
-    # In a child: the compiler ends its process on malformed assembly.
-    result = subprocess.run(
-        [sys.executable, "-c", COMPILE.format(tiles=tiles)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    lines = [[int(number) for number in line.split()] for line in result.stdout.splitlines()]
-    assert len(lines) == len(tiles)
-    for tile, (registers, *losses) in zip(tiles, lines, strict=True):
-        assert registers > 0
-        assert losses == [0, 0, 0], f"{tile} has a stack, spills or warnings: {losses}"
+def test_every_chosen_tile_is_its_operators() -> None:
+    for rows in FEW_TO_MANY_ROWS:
+        for group in (64, 128):
+            linear_tile = choose_tile(rows, 2, x_group=group)
+            check_tile(linear_tile, x_group=group, swiglu=False, out_group=64)
+            swiglu_tile = choose_tile(rows, 2, x_group=128, swiglu=True, out_group=group)
+            check_tile(swiglu_tile, x_group=128, swiglu=True, out_group=group)
+
+
+@pytest.mark.parametrize("operator", [grouped_linear_fp8, partial(grouped_swiglu_fp8, **SWIGLU)])
+def test_a_weight_without_experts_is_refused(operator) -> None:
+    x = torch.zeros(1, 128, dtype=torch.float8_e4m3fn)
+    for shape in ((128,), (8, 128)):
+        weight = torch.zeros(shape).to(torch.float8_e4m3fn)
+        with pytest.raises(ValueError, match=r"weight \[E, N, K\] must agree in K"):
+            operator(x, torch.ones(1, 1), torch.zeros(2).int(), weight, x, x)
+
+
+def test_all_tiles_compile_without_stack_or_spills(compile_tiles) -> None:
+    tiles = (*LINEAR_TILES, *SWIGLU_TILES)
+    for tile, cubin in zip(tiles, compile_tiles(tiles), strict=True):
+        assert cubin.registers > 0
+        assert (cubin.stack_bytes, cubin.spill_bytes, cubin.warnings) == (0, 0, ()), tile
         assert tile.stages >= 3

@@ -1,11 +1,9 @@
 """FP8 linear against float64 arithmetic on the same quantised inputs; bad input; the assembler."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
+from gptoss_kernels.gemm_fp8 import check_rows
 from gptoss_kernels.linear_fp8 import Tile, choose_tile, empty_scale, linear_fp8
 
 # Rounding to bf16 alone costs 1.7e-3.
@@ -84,6 +82,8 @@ def test_error_is_that_of_rounding(m: int, n: int, k: int) -> None:
         (130, 360, 1040),  # ragged everywhere
         (300, 2880, 384),  # more tiles than fit the device at once for small tiles
         (2500, 2560, 256),  # several tiles for each block: the deferred store
+        (130, 360, 4224),  # one block of K more than lanes hold scales
+        (130, 360, 8320),  # the same twice
     ],
 )
 def test_every_tile_at_every_edge(tile: Tile, m: int, n: int, k: int) -> None:
@@ -196,6 +196,8 @@ def test_reads_x_after_the_kernel_before_it_wrote_it() -> None:
         (0, lambda x: x.t().contiguous().t(), "x must have adjacent columns"),
         (1, lambda scale: scale.contiguous(), "x_scale must be stored by column"),
         (1, lambda scale: scale[:, :3], r"x_scale must be \[32, 4\], got \[32, 3\]"),
+        (0, lambda x: x[:1].expand(32, 512), "x must have adjacent columns, and rows of their own"),
+        (2, lambda weight: weight[0], r"weight \[N, K\] must agree in K"),
         (2, lambda weight: weight[:252], "N must be a multiple of 8 and K of 16, got N=252"),
         (3, lambda scale: scale.t().contiguous().t(), "weight_scale must be contiguous"),
         (4, lambda bias: bias.bfloat16(), "bias must be torch.float32, got torch.bfloat16"),
@@ -212,7 +214,7 @@ def test_bad_input_is_refused(position, change, sentence) -> None:
 def test_without_a_gpu_the_sentence_says_so() -> None:
     x = torch.zeros(1, 128, dtype=torch.float8_e4m3fn)
     scale = torch.ones(1, 1)
-    with pytest.raises(ValueError, match="x must be on the GPU"):
+    with pytest.raises(ValueError, match="x must be on a GPU, got cpu"):
         linear_fp8(x, scale, x.expand(8, 128), scale, torch.zeros(8))
 
 
@@ -224,25 +226,20 @@ def test_chosen_tile_fits(n: int, k: int) -> None:
         assert k > 128 * (tile.k_groups - 1)
 
 
-COMPILE = """
-from gptoss_kernels.linear_fp8 import Tile
-cubin = {tile!r}.compile()
-print(cubin.registers, cubin.stack_bytes, cubin.spill_bytes, len(cubin.warnings), len(cubin.image))
-"""
+def test_a_weight_that_is_no_matrix_is_refused() -> None:
+    x = torch.zeros(1, 128, dtype=torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"weight \[N, K\] must agree in K"):
+        linear_fp8(x, torch.ones(1, 1), x[0], torch.ones(1, 1), torch.zeros(8))
 
 
-@pytest.mark.parametrize("tile", SERVED_TILES, ids=str)
-def test_compiles_without_stack_or_spills(tile: Tile, tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("GPTOSS_CACHE", str(tmp_path))
-    # In a child: the compiler ends its process on malformed assembly.
-    result = subprocess.run(
-        [sys.executable, "-c", COMPILE.format(tile=tile)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    registers, stack_bytes, spill_bytes, num_warnings, num_bytes = map(int, result.stdout.split())
-    assert registers > 0
-    assert (stack_bytes, spill_bytes, num_warnings) == (0, 0, 0)
-    assert num_bytes > 1000
+def test_rows_on_top_of_each_other_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"rows of their own.*got strides \(0, 1\)"):
+        check_rows("out", torch.zeros(1, 128).expand(4, 128))
+    check_rows("out", torch.zeros(4, 256)[:, :128])
+
+
+def test_served_tiles_compile_without_stack_or_spills(compile_tiles) -> None:
+    for tile, cubin in zip(SERVED_TILES, compile_tiles(SERVED_TILES), strict=True):
+        assert cubin.registers > 0
+        assert (cubin.stack_bytes, cubin.spill_bytes, cubin.warnings) == (0, 0, ()), tile
+        assert len(cubin.image) > 1000

@@ -52,3 +52,13 @@ def test_an_error_names_its_line() -> None:
 def test_no_gpu_is_said_so() -> None:
     with pytest.raises(runtime.CudaError, match="need an NVIDIA GPU, and PyTorch finds none"):
         runtime.require_hopper(0)
+
+
+def test_loading_under_capture_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "require_hopper", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    cubin = runtime.Cubin(b"", registers=0, stack_bytes=0, spill_bytes=0, warnings=())
+    with pytest.raises(
+        runtime.CudaError, match="fill cannot be loaded while .* before the capture"
+    ):
+        runtime.Kernel(cubin, "fill", shared_bytes=0, device=0)

@@ -12,7 +12,7 @@
 //
 // with G = OUT_GROUP. Of 128, both blocks of a cluster have half and tell each other their maxima.
 //
-// One warp of each cluster hands out tiles (`schedule`): it alone knows how the rows lie. A tile is
+// One warp of each cluster hands out tiles (`Scheduler`): it alone knows how the rows lie. A tile is
 // taken when the one before it begins, since tiles differ in height. Each block's producer and math
 // warps get it through a mailbox in shared memory.
 //

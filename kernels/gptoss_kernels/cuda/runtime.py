@@ -269,10 +269,19 @@ def tensor_map(matrix: torch.Tensor, box: tuple[int, int], swizzle_bytes: int) -
 
 
 class Kernel:
-    """One compiled kernel on one device."""
+    """One compiled kernel on one device.
+
+    Loading waits for the device, which ends a stream's capture into a CUDA graph. So whoever
+    captures calls the operator once before, with the same sizes: that loads its kernel for good.
+    """
 
     def __init__(self, cubin: Cubin, name: str, shared_bytes: int, device: int) -> None:
         require_hopper(device)
+        if torch.cuda.is_current_stream_capturing():
+            raise CudaError(
+                f"the kernel {name} cannot be loaded while its stream is captured into a CUDA "
+                "graph: call the operator once with the same sizes before the capture"
+            )
         torch.cuda.init()
         self._library = _driver()
         module = ctypes.c_void_p()
