@@ -97,7 +97,7 @@ class Checkpoint:
         return {
             "fingerprint": self.fingerprint(),
             "folder": str(self.folder.resolve()),
-            "modified": times,
+            "file times": times,
         }
 
     def reopened(self) -> "Checkpoint":

@@ -466,14 +466,26 @@ def test_killed_and_resumed_equals_undisturbed(
     verify(source, target)
 
 
-def test_a_source_that_changed_does_not_go_on(sources: TinyCheckpoint, tmp_path: Path) -> None:
+def interrupted(_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_source_that_changed_does_not_go_on(
+    sources: TinyCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = changed(sources.huggingface, tmp_path / "s", lambda tensors: None)
-    kill_at(7, source.folder, tmp_path / "t")
-    for other in (Options("bf16"), Options(lm_head="fp8")):
-        with pytest.raises(CannotWrite, match=r"\.t\.partial holds the unfinished .*converting s,"):
+    monkeypatch.setattr(conversion, "expert_to_fp8", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, tmp_path / "t", shard_bytes=SMALL_FILES)
+    refused = r"\.t\.partial holds the unfinished .*converting s, with another"
+    for name, other in {
+        "attention_weights": Options("bf16"),
+        "lm_head": Options(lm_head="fp8"),
+    }.items():
+        with pytest.raises(CannotWrite, match=f"{refused} {name}"):
             convert(source, tmp_path / "t", other, shard_bytes=SMALL_FILES)
     os.utime(source.folder / "model.safetensors", (1, 1))
-    with pytest.raises(CannotWrite, match=r"\.t\.partial holds the unfinished .*converting s,"):
+    with pytest.raises(CannotWrite, match=f"{refused} file times;"):
         convert(source, tmp_path / "t", shard_bytes=SMALL_FILES)
 
 
@@ -544,10 +556,6 @@ def test_a_generator_of_other_numbers_does_not_go_on(
         convert(sources[0], tmp_path / "t", shard_bytes=SMALL_FILES)
     with pytest.raises(CannotWrite, match="holds the unfinished result of another run"):
         convert(sources[1], tmp_path / "t", shard_bytes=SMALL_FILES)
-
-
-def interrupted(_: object) -> None:
-    raise KeyboardInterrupt
 
 
 def test_small_files_that_cannot_be_copied_are_a_sentence(

@@ -73,13 +73,14 @@ def test_a_flipped_bit_in_any_tensor_is_found_by_name(
     assert len(found) == 3 + 2 * 17
     generator = torch.Generator().manual_seed(0)
     for name, (path, begin, size) in found.items():
-        ends = () if "layers.0" in name else (size - 1,)
-        for offset in (*ends, int(torch.randint(size, (), generator=generator))):
-            bit = int(torch.randint(8, (), generator=generator))
-            flip(path, begin + offset, bit)
-            with pytest.raises(InvalidCheckpoint, match=rf"{name.removesuffix('_scale')}[ _]"):
-                verify(source, target)
-            flip(path, begin + offset, bit)
+        # The last byte of each in one layer, and any byte in the other.
+        any_byte = int(torch.randint(size, (), generator=generator))
+        offset = begin + (any_byte if "layers.0" in name else size - 1)
+        bit = int(torch.randint(8, (), generator=generator))
+        flip(path, offset, bit)
+        with pytest.raises(InvalidCheckpoint, match=rf"{name.removesuffix('_scale')}[ _]"):
+            verify(source, target)
+        flip(path, offset, bit)
     verify(source, target)
 
 
@@ -93,7 +94,7 @@ def test_a_flipped_bit_in_any_header_or_other_file_is_found(
         end = len(content)
         if path.suffix == ".safetensors":
             end = 8 + int.from_bytes(content[:8], "little")
-        for offset in (0, end - 1, *torch.randint(end, (12,), generator=generator).tolist()):
+        for offset in (0, end - 1, *torch.randint(end, (4,), generator=generator).tolist()):
             bit = int(torch.randint(8, (), generator=generator))
             flip(path, offset, bit)
             with pytest.raises(InvalidCheckpoint, match="target"):
