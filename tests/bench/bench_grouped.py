@@ -5,8 +5,9 @@
 Ours add the bias, and between the products SwiGLU and its quantisation; DeepGEMM's do neither, on
 rows padded to its alignment (contiguous) or with room for many rows an expert (masked, few tokens).
 Each token's four experts are random. The weights are larger than the L2 cache, and several sets of
-inputs take turns; times are medians of CUDA graph replays. `--parts` times each product alone too,
-`--group` says how wide the groups behind SwiGLU are.
+inputs take turns; times are medians of CUDA graph replays. The floor is the mean of those sets': of
+few tokens, each hits another number of experts. `--parts` times each product alone too, `--group`
+says how wide the groups behind SwiGLU are.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from measuring import (
@@ -174,10 +176,13 @@ def in_turn(calls: tuple[Call, Call]) -> Call:
     return both
 
 
+def experts_hit(one: Inputs) -> int:
+    return sum(rows > 0 for rows in one.rows_of_experts)
+
+
 def measured_bytes(one: Inputs) -> float:
-    hit = sum(rows > 0 for rows in one.rows_of_experts)
     rows = sum(one.rows_of_experts)
-    return hit * 3 * HIDDEN * INNER + rows * (HIDDEN + 2 * INNER + 2 * HIDDEN)
+    return experts_hit(one) * 3 * HIDDEN * INNER + rows * (HIDDEN + 2 * INNER + 2 * HIDDEN)
 
 
 def main() -> None:
@@ -190,6 +195,8 @@ def main() -> None:
     parser.add_argument("--commit", default=command_output("git", "rev-parse", "--short", "HEAD"))
     arguments = parser.parse_args()
 
+    command = f"python tests/bench/bench_grouped.py --model {arguments.model}"
+    command += f" --group {arguments.group}" + (" --parts" if arguments.parts else "")
     num_experts = EXPERTS[arguments.model]
     weights = Weights(num_experts)
     library = deep_gemm()
@@ -228,15 +235,18 @@ def main() -> None:
                 "moe_gemm",
                 {name: values for name, values in times.items() if name not in parts},
                 OURS,
-                "python tests/bench/bench_grouped.py",
+                command,
                 arguments.commit,
             ),
             "model": arguments.model,
             "tokens": tokens,
             "swiglu_group": arguments.group,
-            "parts_ms": {name: round(values[1], 6) for name, values in parts.items()},
-            "floor_ms": round(floor_ms(operations, measured_bytes(inputs[0])), 6),
-            "tflops": round(operations / times[OURS][1] / 1e9, 1),
+            "parts_ms": {name: round(one.median, 6) for name, one in parts.items()},
+            "experts_hit": round(fmean(experts_hit(one) for one in inputs), 2),
+            "floor_ms": round(
+                fmean(floor_ms(operations, measured_bytes(one)) for one in inputs), 6
+            ),
+            "tflops": round(operations / times[OURS].median / 1e9, 1),
         }
         lines.append(json.dumps(line))
         if arguments.output:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 from measuring import (
+    Timing,
     command_output,
     deep_gemm,
     floor_ms,
@@ -105,7 +106,7 @@ def peers() -> dict[str, Callable[[Inputs], object]]:
     return found
 
 
-def measure(m: int, n: int, k: int, tiles: list[Tile]) -> dict[str, list[float]]:
+def measure(m: int, n: int, k: int, tiles: list[Tile]) -> dict[str, Timing]:
     size = m * k + n * k + 2 * m * n
     inputs = [Inputs(m, n, k) for _ in range(min(16, max(2, -(-ROTATED_BYTES // size))))]
 
@@ -118,18 +119,18 @@ def measure(m: int, n: int, k: int, tiles: list[Tile]) -> dict[str, list[float]]
 
 
 def record(
-    m: int, n: int, k: int, tile: Tile, times: dict[str, list[float]], commit: str
+    m: int, n: int, k: int, tile: Tile, times: dict[str, Timing], command: str, commit: str
 ) -> dict[str, object]:
     operations = 2 * m * n * k
     name = tile_name(tile)
     return {
-        **result_line("linear", times, name, "python tests/bench/bench_linear.py", commit),
+        **result_line("linear", times, name, command, commit),
         "tokens": m,
         "n": n,
         "k": k,
         "tile": name,
         "floor_ms": round(floor_ms(operations, m * k + n * k + 2 * m * n), 6),
-        "tflops": round(operations / times[name][1] / 1e9, 1),
+        "tflops": round(operations / times[name].median / 1e9, 1),
     }
 
 
@@ -144,6 +145,7 @@ def main() -> None:
     if arguments.sweep:
         with concurrent.futures.ProcessPoolExecutor() as pool:
             list(pool.map(Tile.compile, itertools.chain(*SWEPT_TILES.values())))
+    command = "python tests/bench/bench_linear.py" + (" --sweep" if arguments.sweep else "")
     num_blocks = torch.cuda.get_device_properties(0).multi_processor_count
     lines = []
     for n, k in SHAPES:
@@ -153,7 +155,7 @@ def main() -> None:
             times = measure(m, n, k, list(dict.fromkeys(tiles)))
             print(f"{m} x {n} x {k}, chosen {tile_name(tile)}")
             print_ranked(times, 2 * m * n * k)
-            lines.append(json.dumps(record(m, n, k, tile, times, arguments.commit)))
+            lines.append(json.dumps(record(m, n, k, tile, times, command, arguments.commit)))
             if arguments.output:
                 with arguments.output.open("a") as file:
                     file.write(lines[-1] + "\n")

@@ -58,7 +58,5 @@ def test_loading_under_capture_is_refused_in_words(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(runtime, "require_hopper", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     cubin = runtime.Cubin(b"", registers=0, stack_bytes=0, spill_bytes=0, warnings=())
-    with pytest.raises(
-        runtime.CudaError, match="fill cannot be loaded while .* before the capture"
-    ):
+    with pytest.raises(runtime.CudaError, match=r"fill cannot be loaded .* before the capture"):
         runtime.Kernel(cubin, "fill", shared_bytes=0, device=0)
