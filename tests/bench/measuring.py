@@ -52,9 +52,9 @@ def time_calls(
 ) -> dict[str, Timing]:
     """The time of each call, by name, all in turn.
 
-    Large products draw all the power that the board allows, and its clock follows within some
-    tenths of a second: turns of 60 ms favoured whoever came after a rest by up to 9 %. So a turn
-    of those takes 0.8 s, of which the second half counts, and the order rotates.
+    Large products draw all the power that the board allows, and its clock follows: in turns of
+    60 ms one was 16 % behind another, in turns of 0.8 s 7 %. So a turn of those takes 0.8 s, of
+    which the second half counts, and the order rotates.
     """
     graphs = {name: capture(call, inputs) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
