@@ -121,7 +121,7 @@ def convert(
 ) -> Report:
     """Writes the folder `target`; write_checkpoint says what is left when that ends early.
 
-    Raises InvalidCheckpoint where the source is converted already or cannot be read, where a matrix
+    Raises InvalidCheckpoint where the source is converted already or cannot be read, where a tensor
     holds what is no number, and, without allow_inexact, at the first tensor that FP8 cannot hold
     exactly; CannotWrite as write_checkpoint does.
     """
@@ -129,7 +129,8 @@ def convert(
         raise InvalidCheckpoint(f"{source.label} is already converted: its weights are FP8")
     targets = target_tensors(source, options)
     groups = partial(_group, source, allow_inexact=allow_inexact)
-    with workers() as executor:
+    with reading(source), workers() as executor:
+        about = partial(_conversion_file, source.name, source.fingerprint(), options, targets)
         written = write_checkpoint(
             target,
             [groups(name, tensor, executor) for name, tensor in targets.items()],
@@ -137,7 +138,7 @@ def convert(
             identity=partial(_identity, source, options),
             shard_bytes=shard_bytes,
             description=f"converting {source.name}",
-            summarise=partial(_conversion_file, source, options, targets),
+            summarise=about,
         )
     return Report(
         num_tensors=sum(len(each.parts) for each in targets.values()),
@@ -300,7 +301,8 @@ def _inexact_sentence(
 
 
 def _conversion_file(
-    source: IdentifiedSource,
+    source: str,
+    fingerprint: str,
     options: Options,
     targets: dict[str, StoredTensor],
     notes: list[dict[str, Any]],
@@ -319,8 +321,8 @@ def _conversion_file(
             errors.setdefault(name.split(".")[-1], []).append(note["error"])
     conversion = Conversion(
         version=_version(),
-        source=source.name,
-        fingerprint=source.fingerprint(),
+        source=source,
+        fingerprint=fingerprint,
         attention_weights=options.attention_weights,
         lm_head=options.lm_head,
         expert_blocks=sum(note.get("blocks", 0) for note in notes),

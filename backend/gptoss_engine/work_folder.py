@@ -143,7 +143,8 @@ class WorkFolder:
             job = json.loads((self.path / _JOB).read_bytes())
         except (OSError, ValueError):
             return None
-        return job if isinstance(job, dict) and job.keys() == _JOB_KEYS else None
+        is_ours = isinstance(job, dict) and job.keys() == _JOB_KEYS
+        return job if is_ours and isinstance(job["identity"], dict) else None
 
     def _differences(self, job: Mapping[str, Any]) -> str:
         found = self._job() or {}

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -528,6 +529,21 @@ def test_a_source_that_changes_during_the_conversion_is_refused(
     assert {path.name for path in tmp_path.iterdir()} == {"s", "other"}
 
 
+def test_what_a_target_says_it_is_made_from_is_what_was_read(
+    sources: TinyCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the source vanishes after its last tensor."""
+    source = changed(sources.huggingface, tmp_path / "s", lambda tensors: None)
+    summarise, before = conversion._conversion_file, source.fingerprint()
+
+    def late(*arguments: Any) -> dict[str, bytes]:
+        shutil.rmtree(source.folder)
+        return summarise(*arguments)
+
+    monkeypatch.setattr(conversion, "_conversion_file", late)
+    assert convert(source, tmp_path / "t").conversion.fingerprint == before
+
+
 def test_a_source_that_vanishes_is_a_sentence(
     sources: TinyCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -540,7 +556,7 @@ def test_a_source_that_vanishes_is_a_sentence(
     with pytest.raises(InvalidCheckpoint, match=r"^cannot read .*/s: Input/output error$"):
         convert(source, tmp_path / "t")
     shutil.rmtree(source.folder)
-    with pytest.raises(InvalidCheckpoint, match=r"^cannot read .*/s"):
+    with pytest.raises(InvalidCheckpoint, match=r"/s holds no \.safetensors file"):
         convert(source, tmp_path / "t")
     assert not [*tmp_path.iterdir()]
 
