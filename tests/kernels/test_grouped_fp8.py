@@ -184,8 +184,8 @@ def test_swiglu_values_and_scales(rows, inner, k, tile) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("tile", SWIGLU_TILES, ids=str)
 def test_many_tiles_of_a_block_one_after_the_other(tile) -> None:
-    # Some 10 or more for each cluster: what its blocks send each other goes through both buffers and
-    # both phases of their barriers several times, at unequal numbers of chunks (300 = 4.7 x 64).
+    # Some 10 or more for each cluster: what its blocks send each other goes through both buffers
+    # and both phases of their barriers several times, at unequal numbers of chunks.
     inputs = random_inputs((300,) * 40, 2 * 1024, 272, 128)
     values, scale = swiglu(inputs, tile)
     expected_values, expected_scale = expected_swiglu(inputs, tile)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from gptoss_kernels.cuda import runtime
 from gptoss_kernels.gemm_fp8 import check_rows
 from gptoss_kernels.linear_fp8 import Tile, choose_tile, empty_scale, linear_fp8
 
@@ -167,6 +168,37 @@ def test_captured_graph_is_eager(m: int) -> None:
         mine.copy_(other)
     graph.replay()
     assert torch.equal(out, expected)
+
+
+@pytest.mark.gpu
+def test_first_use_under_capture_is_refused_and_does_not_end_it() -> None:
+    inputs = random_inputs(8, 256, 512)
+    out = poisoned(8, 256)
+    tile = Tile(56)  # of no other test
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        with pytest.raises(runtime.CudaError, match="before the capture"):
+            linear_fp8(*inputs, out=out, tile=tile)
+        out.fill_(1)
+    graph.replay()
+    assert bool((out == 1).all())
+    linear_fp8(*inputs, out=out, tile=tile)
+    assert norm_error(out, reference(*inputs)) < BOUND
+
+
+@pytest.mark.gpu2
+def test_the_tensors_gpu_need_not_be_the_current_one() -> None:
+    inputs = random_inputs(8, 256, 512)
+    others = [tensor.to("cuda:1") for tensor in inputs]
+    others[1] = empty_scale(8, 512, "cuda:1").copy_(inputs[1])
+    expected = linear_fp8(*inputs)
+    out = linear_fp8(*others)
+    assert out.device == torch.device("cuda:1")
+    assert torch.cuda.current_device() == 0
+    assert torch.equal(out.to("cuda:0"), expected)
+    with pytest.raises(ValueError, match="bias must be on the GPU of x, got cuda:0 and cuda:1"):
+        linear_fp8(others[0], others[1], others[2], others[3], inputs[4])
 
 
 @pytest.mark.gpu
