@@ -17,13 +17,13 @@ from pathlib import Path
 import torch
 
 from gptoss_backend.cli.provenance import provenance
+from gptoss_engine.checkpoints.random_checkpoint import RandomCheckpoint
+from gptoss_engine.checkpoints.tensor_source import WeightMode
 from gptoss_engine.config import EngineConfig
 from gptoss_engine.fidelity.comparison import measure
 from gptoss_engine.fidelity.passages import random_passage
 from gptoss_engine.fidelity.record import Record
 from gptoss_engine.loading import load_weights
-from gptoss_engine.random_checkpoint import RandomCheckpoint
-from gptoss_engine.tensor_source import WeightMode
 from gptoss_engine.weights import LayerWeights, Weights
 from gptoss_kernels import ops, reference
 from gptoss_kernels.ops import Fp8Weight

@@ -12,12 +12,7 @@ from rich.filesize import decimal
 from torch import Tensor
 
 from gptoss_engine import shards
-from gptoss_engine.config import InvalidConfig
-from gptoss_engine.memory import free_memory
-from gptoss_engine.model_config import InvalidCheckpoint
-from gptoss_engine.progress import progress_bar
-from gptoss_engine.shards import Part, Rank
-from gptoss_engine.tensor_source import (
+from gptoss_engine.checkpoints.tensor_source import (
     EXPERTS,
     Form,
     Mxfp4Blocks,
@@ -29,8 +24,13 @@ from gptoss_engine.tensor_source import (
     to_dense,
     to_fp8,
 )
+from gptoss_engine.checkpoints.workers import in_order, workers
+from gptoss_engine.config import InvalidConfig
+from gptoss_engine.memory import free_memory
+from gptoss_engine.model_config import InvalidCheckpoint
+from gptoss_engine.progress import progress_bar
+from gptoss_engine.shards import Part, Rank
 from gptoss_engine.weights import LayerWeights, Weight, Weights, num_bytes, tensors
-from gptoss_engine.workers import in_order, workers
 from gptoss_kernels import mxfp4
 from gptoss_kernels.fp8 import BLOCK, E4M3, num_blocks
 from gptoss_kernels.ops import Fp8Weight, Mxfp4Weight

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from gptoss_engine.batch import Batch, Sampling
-from gptoss_engine.checkpoint import Checkpoint, checkpoint_folder
+from gptoss_engine.checkpoints.checkpoint import Checkpoint, checkpoint_folder
+from gptoss_engine.checkpoints.tensor_source import TensorSource, WeightMode
 from gptoss_engine.config import EngineConfig, InvalidConfig
 from gptoss_engine.kv_cache import KVCache, PageCounts, max_model_len
 from gptoss_engine.loading import load_weights
 from gptoss_engine.model import GptOss
 from gptoss_engine.model_config import ModelConfig
 from gptoss_engine.sequence import ScheduledStep, StepOutput
-from gptoss_engine.tensor_source import TensorSource, WeightMode
 from gptoss_engine.types import TokenLogprob
 from gptoss_engine.weights import Weights
 from gptoss_kernels import ops as operators
@@ -157,7 +157,7 @@ def load_runner(config: EngineConfig) -> Runner:
 def open_source(config: EngineConfig) -> TensorSource:
     """The checkpoint, or the random weights, that the configuration names."""
     if config.random_weights:
-        from gptoss_engine.random_checkpoint import RandomCheckpoint
+        from gptoss_engine.checkpoints.random_checkpoint import RandomCheckpoint
 
         return RandomCheckpoint(config.random_weights)
     return Checkpoint(checkpoint_folder(config.model))

@@ -11,8 +11,8 @@ a sum (out's, and w2's where experts are cut) is rank 0's; the others have zeros
 from dataclasses import dataclass
 from itertools import accumulate
 
+from gptoss_engine.checkpoints.layouts import tensor_shapes
 from gptoss_engine.config import InvalidConfig
-from gptoss_engine.layouts import tensor_shapes
 from gptoss_engine.model_config import ModelConfig
 from gptoss_kernels.fp8 import BLOCK, num_blocks
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 
 from torch import Tensor
 
-from gptoss_engine.tensor_source import EXPERTS, WeightMode
+from gptoss_engine.checkpoints.tensor_source import EXPERTS, WeightMode
 from gptoss_kernels.ops import Fp8Weight, Mxfp4Weight
 
 Weight = Tensor | Fp8Weight | Mxfp4Weight

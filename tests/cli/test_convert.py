@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from gptoss_backend.cli.sizes import parse_size
-from gptoss_engine.checkpoint import Checkpoint
+from gptoss_engine.checkpoints.checkpoint import Checkpoint
 from gptoss_engine.config import InvalidConfig
 
 from ..tiny_checkpoint import TinyCheckpoint, TinySize, write, write_tiny_checkpoint
@@ -200,7 +200,7 @@ def test_refusals_are_sentences(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gptoss_engine.convert.expert_to_fp8", interrupted)
+    monkeypatch.setattr("gptoss_engine.checkpoints.convert.expert_to_fp8", interrupted)
     done = run(sources.huggingface, tmp_path / "u", "--shard-size", "1kB")
     assert done.code == 130
     assert re.fullmatch("gptoss: finished files are kept in .*\n", done.err)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gptoss_engine import random_checkpoint
-from gptoss_engine.checkpoint import Checkpoint
-from gptoss_engine.tensor_source import EXPERTS, to_dense
+from gptoss_engine.checkpoints import random_checkpoint
+from gptoss_engine.checkpoints.checkpoint import Checkpoint
+from gptoss_engine.checkpoints.tensor_source import EXPERTS, to_dense
 
 from .conftest import Run
 

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from gptoss_engine.layouts import stored_tensors
+from gptoss_engine.checkpoints.layouts import stored_tensors
+from gptoss_engine.checkpoints.tensor_source import EXPERTS, Form, Mxfp4Blocks, Stored
 from gptoss_engine.model_config import ModelConfig, YarnRope
-from gptoss_engine.tensor_source import EXPERTS, Form, Mxfp4Blocks, Stored
 from gptoss_kernels.ops import Fp8Weight
 
 ALL = slice(None)

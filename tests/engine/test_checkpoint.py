@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gptoss_engine.checkpoint import Checkpoint, InvalidCheckpoint, describe
+from gptoss_engine.checkpoints.checkpoint import Checkpoint, InvalidCheckpoint, describe
+from gptoss_engine.checkpoints.tensor_source import EXPERTS, to_dense
 from gptoss_engine.loading import load_weights
-from gptoss_engine.tensor_source import EXPERTS, to_dense
 from gptoss_kernels.ops import Fp8Weight
 
 from ..numbers import expand_mxfp4, in_float64

@@ -20,8 +20,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gptoss_engine import checkpoint_writer
-from gptoss_engine.checkpoint_writer import CannotWrite, TensorGroup, Written
+from gptoss_engine.checkpoints import checkpoint_writer
+from gptoss_engine.checkpoints.checkpoint_writer import CannotWrite, TensorGroup, Written
 
 from .writing import (
     GROUPS,
@@ -154,7 +154,7 @@ def summary(notes: list[Any]) -> dict[str, bytes]:
 LARGE = """
 import resource, sys, torch
 from pathlib import Path
-from gptoss_engine.checkpoint_writer import TensorGroup, write_checkpoint
+from gptoss_engine.checkpoints.checkpoint_writer import TensorGroup, write_checkpoint
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -175,7 +175,7 @@ print(peak() - before)
 KILLED = """
 import sys, torch
 from pathlib import Path
-from gptoss_engine.checkpoint_writer import TensorGroup, write_checkpoint
+from gptoss_engine.checkpoints.checkpoint_writer import TensorGroup, write_checkpoint
 
 def produce(number):
     if number == int(sys.argv[2]):
@@ -214,7 +214,7 @@ def waiting(target: Path, at: int) -> Iterator[None]:
 
 STOPPING = """
 import os
-from gptoss_engine import checkpoint_writer
+from gptoss_engine.checkpoints import checkpoint_writer
 
 def stop(path, content):
     path.write_bytes(content[:1])

@@ -18,14 +18,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from gptoss_engine import convert as conversion
 from gptoss_engine import demo
-from gptoss_engine.checkpoint import Checkpoint, InvalidCheckpoint
-from gptoss_engine.checkpoint_writer import CannotWrite
-from gptoss_engine.convert import Options, convert
-from gptoss_engine.random_checkpoint import RandomCheckpoint
-from gptoss_engine.tensor_source import Stored
-from gptoss_engine.verify import is_conversion, verify
+from gptoss_engine.checkpoints import convert as conversion
+from gptoss_engine.checkpoints.checkpoint import Checkpoint, InvalidCheckpoint
+from gptoss_engine.checkpoints.checkpoint_writer import CannotWrite
+from gptoss_engine.checkpoints.convert import Options, convert
+from gptoss_engine.checkpoints.random_checkpoint import RandomCheckpoint
+from gptoss_engine.checkpoints.tensor_source import Stored
+from gptoss_engine.checkpoints.verify import is_conversion, verify
 from gptoss_kernels.ops import Fp8Weight
 
 from ..tiny_checkpoint import (
@@ -405,8 +405,8 @@ SMALL_FILES = 200_000  # bytes: nearly every group has a file of its own
 KILLED = f"""
 import sys
 from pathlib import Path
-from gptoss_engine import convert
-from gptoss_engine.checkpoint import Checkpoint
+from gptoss_engine.checkpoints import convert
+from gptoss_engine.checkpoints.checkpoint import Checkpoint
 
 widen, bands = convert.expert_to_fp8, []
 

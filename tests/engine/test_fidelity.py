@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from gptoss_engine import demo
-from gptoss_engine.checkpoint import Checkpoint
+from gptoss_engine.checkpoints.checkpoint import Checkpoint
+from gptoss_engine.checkpoints.tensor_source import WeightMode
 from gptoss_engine.config import EngineConfig, InvalidConfig
 from gptoss_engine.engine import Engine
 from gptoss_engine.fidelity.answers import answer
@@ -26,7 +27,6 @@ from gptoss_engine.kv_cache import PageCounts
 from gptoss_engine.loading import load_weights
 from gptoss_engine.model_config import InvalidCheckpoint, ModelConfig
 from gptoss_engine.runner import Runner
-from gptoss_engine.tensor_source import WeightMode
 from gptoss_engine.types import InvalidRequest
 from gptoss_engine.weights import LayerWeights, Weights
 from gptoss_kernels import ops

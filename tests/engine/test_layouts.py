@@ -1,6 +1,6 @@
 import pytest
 
-from gptoss_engine.layouts import count_parameters, stored_tensors
+from gptoss_engine.checkpoints.layouts import count_parameters, stored_tensors
 from gptoss_engine.model_config import ModelConfig, YarnRope
 
 

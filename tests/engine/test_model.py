@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gptoss_engine.batch import Batch
-from gptoss_engine.checkpoint import Checkpoint
+from gptoss_engine.checkpoints.checkpoint import Checkpoint
 from gptoss_engine.kv_cache import KVCache
 from gptoss_engine.loading import load_weights
 from gptoss_engine.model import GptOss

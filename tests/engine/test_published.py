@@ -10,12 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from gptoss_engine.checkpoint import Checkpoint, InvalidCheckpoint
-from gptoss_engine.checkpoint_writer import CannotWrite
+from gptoss_engine.checkpoints.checkpoint import Checkpoint, InvalidCheckpoint
+from gptoss_engine.checkpoints.checkpoint_writer import CannotWrite
+from gptoss_engine.checkpoints.published import PublishedLayout, write_published
+from gptoss_engine.checkpoints.random_checkpoint import RandomCheckpoint
+from gptoss_engine.checkpoints.tensor_source import (
+    EXPERTS,
+    Mxfp4Blocks,
+    Stored,
+    WeightMode,
+    to_dense,
+)
 from gptoss_engine.loading import load_weights
-from gptoss_engine.published import PublishedLayout, write_published
-from gptoss_engine.random_checkpoint import RandomCheckpoint
-from gptoss_engine.tensor_source import EXPERTS, Mxfp4Blocks, Stored, WeightMode, to_dense
 from gptoss_engine.weights import LayerWeights, Weights
 from gptoss_kernels.ops import Fp8Weight, Mxfp4Weight
 from gptoss_kernels.testing import rel_error

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gptoss_engine import random_checkpoint
+from gptoss_engine.checkpoints import random_checkpoint
+from gptoss_engine.checkpoints.random_checkpoint import RandomCheckpoint
+from gptoss_engine.checkpoints.tensor_source import EXPERTS, Mxfp4Blocks, expert_to_fp8, to_dense
 from gptoss_engine.loading import load_weights
-from gptoss_engine.random_checkpoint import RandomCheckpoint
-from gptoss_engine.tensor_source import EXPERTS, Mxfp4Blocks, expert_to_fp8, to_dense
 from gptoss_engine.weights import LayerWeights, Weights
 from gptoss_kernels import ops
 from gptoss_kernels.testing import rel_error

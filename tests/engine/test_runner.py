@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gptoss_engine.checkpoint import Checkpoint
+from gptoss_engine.checkpoints.checkpoint import Checkpoint
+from gptoss_engine.checkpoints.convert import convert
 from gptoss_engine.config import EngineConfig, InvalidConfig
-from gptoss_engine.convert import convert
 from gptoss_engine.engine import Engine
 from gptoss_engine.model_config import InvalidCheckpoint
 from gptoss_engine.runner import Runner, load_runner

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from gptoss_engine import shards
+from gptoss_engine.checkpoints.tensor_source import Form, WeightMode
 from gptoss_engine.config import InvalidConfig
 from gptoss_engine.loading import load_weights
 from gptoss_engine.model_config import ModelConfig
 from gptoss_engine.shards import Rank, part
-from gptoss_engine.tensor_source import Form, WeightMode
 from gptoss_engine.weights import LayerWeights, Weight
 from gptoss_kernels import ops
 from gptoss_kernels.ops import Fp8Weight, Mxfp4Weight

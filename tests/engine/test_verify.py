@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from gptoss_engine.checkpoint import Checkpoint, InvalidCheckpoint
-from gptoss_engine.checkpoint_writer import TensorGroup, write_checkpoint
-from gptoss_engine.convert import Options, convert
-from gptoss_engine.verify import is_conversion, verify
+from gptoss_engine.checkpoints.checkpoint import Checkpoint, InvalidCheckpoint
+from gptoss_engine.checkpoints.checkpoint_writer import TensorGroup, write_checkpoint
+from gptoss_engine.checkpoints.convert import Options, convert
+from gptoss_engine.checkpoints.verify import is_conversion, verify
 
 from ..tiny_checkpoint import TinyCheckpoint, TinySize, write_tiny_checkpoint
 
@@ -215,7 +215,7 @@ def test_a_converter_that_rounds_in_silence_is_found(
     sources: TinyCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Experts by least error instead of exactly, in the converter and in what verify repeats."""
-    from gptoss_engine.tensor_source import Stored, to_dense, to_fp8
+    from gptoss_engine.checkpoints.tensor_source import Stored, to_dense, to_fp8
     from gptoss_kernels.ops import Fp8Weight
 
     def careless(stored: Stored) -> tuple[Fp8Weight, Tensor]:
@@ -223,7 +223,7 @@ def test_a_converter_that_rounds_in_silence_is_found(
         return weight, torch.zeros_like(weight.scale, dtype=torch.bool)
 
     for module in ("convert", "verify"):
-        monkeypatch.setattr(f"gptoss_engine.{module}.expert_to_fp8", careless)
+        monkeypatch.setattr(f"gptoss_engine.checkpoints.{module}.expert_to_fp8", careless)
     for layout in ("huggingface", "dequantised"):
         source = Checkpoint(sources.folders[layout])
         convert(source, tmp_path / layout)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from gptoss_engine import loading
-from gptoss_engine.checkpoint import Checkpoint, InvalidCheckpoint
+from gptoss_engine.checkpoints.checkpoint import Checkpoint, InvalidCheckpoint
+from gptoss_engine.checkpoints.convert import convert
+from gptoss_engine.checkpoints.tensor_source import EXPERTS, Form, Mxfp4Blocks, WeightMode
 from gptoss_engine.config import InvalidConfig
-from gptoss_engine.convert import convert
 from gptoss_engine.loading import load_weights
 from gptoss_engine.shards import Rank
-from gptoss_engine.tensor_source import EXPERTS, Form, Mxfp4Blocks, WeightMode
 from gptoss_engine.weights import Weight, tensors
 from gptoss_kernels.fp8 import quantise_weight
 from gptoss_kernels.ops import Fp8Weight, Mxfp4Weight

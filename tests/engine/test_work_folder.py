@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gptoss_engine.checkpoint_writer import CannotWrite
+from gptoss_engine.checkpoints.checkpoint_writer import CannotWrite
 
 from .writing import (
     GROUPS_OF_TENSORS,

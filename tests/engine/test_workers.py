@@ -6,7 +6,14 @@ import threading
 import pytest
 import torch
 
-from gptoss_engine.workers import MAX_WORKERS, ROWS_AT_ONCE, bands, expert_bands, in_order, workers
+from gptoss_engine.checkpoints.workers import (
+    MAX_WORKERS,
+    ROWS_AT_ONCE,
+    bands,
+    expert_bands,
+    in_order,
+    workers,
+)
 
 
 def test_bands_cover_every_row_once() -> None:

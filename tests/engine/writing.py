@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gptoss_engine.checkpoint_writer import TensorGroup, Written, write_checkpoint
+from gptoss_engine.checkpoints.checkpoint_writer import TensorGroup, Written, write_checkpoint
 
 # Odd sizes: without an order of its own, b would lie at an odd address.
 TENSORS = {

@@ -19,10 +19,10 @@ from gptoss_backend.cli.inspect import inspect
 from gptoss_backend.cli.make_checkpoint import make_checkpoint
 from gptoss_backend.cli.serve import serve
 from gptoss_backend.installation import ServerError
+from gptoss_engine.checkpoints.work_folder import CannotWrite
 from gptoss_engine.config import InvalidConfig
 from gptoss_engine.model_config import InvalidCheckpoint
 from gptoss_engine.types import InvalidRequest
-from gptoss_engine.work_folder import CannotWrite
 
 app = typer.Typer(
     help="gpt-oss on tritonserver, with Harmony in and out.",

@@ -15,7 +15,7 @@ from gptoss_backend.cli.errors import interruptible
 from gptoss_backend.cli.sizes import parse_size
 
 if TYPE_CHECKING:
-    from gptoss_engine.convert import Conversion, Precision, Report
+    from gptoss_engine.checkpoints.convert import Conversion, Precision, Report
 
 _PRECISIONS: "tuple[Precision, ...]" = ("fp8", "bf16")
 MAX_SHOWN = 10  # inexact blocks; conversion.json lists more
@@ -58,9 +58,9 @@ def convert(
     )
     shard_bytes = parse_size("shard_size", shard_size)
 
-    from gptoss_engine import convert as conversion
-    from gptoss_engine.checkpoint import Checkpoint, checkpoint_folder
-    from gptoss_engine.verify import verify as prove
+    from gptoss_engine.checkpoints import convert as conversion
+    from gptoss_engine.checkpoints.checkpoint import Checkpoint, checkpoint_folder
+    from gptoss_engine.checkpoints.verify import verify as prove
 
     checkpoint = Checkpoint(checkpoint_folder(source))
     options = conversion.Options(*precisions)

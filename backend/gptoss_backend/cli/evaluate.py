@@ -18,7 +18,7 @@ from gptoss_engine.config import EngineConfig, InvalidConfig
 from gptoss_engine.progress import count_bar
 
 if TYPE_CHECKING:
-    from gptoss_engine.tensor_source import WeightMode
+    from gptoss_engine.checkpoints.tensor_source import WeightMode
 
 _MODES = ("fp8", "mxfp4", "bf16")
 

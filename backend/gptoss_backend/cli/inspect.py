@@ -15,7 +15,7 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Check a checkpoint's configuration and tensor headers, and show its figures."""
-    from gptoss_engine.checkpoint import checkpoint_folder, describe
+    from gptoss_engine.checkpoints.checkpoint import checkpoint_folder, describe
 
     summary = describe(checkpoint_folder(checkpoint))
     figures: dict[str, Any] = {

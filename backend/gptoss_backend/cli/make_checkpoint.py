@@ -13,8 +13,8 @@ from gptoss_backend.cli.errors import interruptible
 from gptoss_backend.cli.sizes import parse_size
 
 if TYPE_CHECKING:
-    from gptoss_engine.layouts import Layout
-    from gptoss_engine.random_checkpoint import Like, RandomCheckpoint
+    from gptoss_engine.checkpoints.layouts import Layout
+    from gptoss_engine.checkpoints.random_checkpoint import Like, RandomCheckpoint
 
 _LIKE: "tuple[Like, ...]" = ("20b", "120b", "tiny")
 _LAYOUTS: "tuple[Layout, ...]" = ("huggingface", "original", "dequantised", "fp8")
@@ -48,7 +48,7 @@ def make_checkpoint(
     chosen: Layout = choice("layout", layout, _LAYOUTS)
     shard_bytes = parse_size("shard_size", shard_size)
 
-    from gptoss_engine.random_checkpoint import RandomCheckpoint
+    from gptoss_engine.checkpoints.random_checkpoint import RandomCheckpoint
 
     source = RandomCheckpoint(shapes, seed, num_layers=layers)
     started = time.monotonic()
@@ -67,12 +67,12 @@ def _write(
 ) -> tuple[int, int]:
     """Returns the number of files and of bytes."""
     if layout == "fp8":
-        from gptoss_engine.convert import convert
+        from gptoss_engine.checkpoints.convert import convert
 
         report = convert(source, target, shard_bytes=shard_bytes)
         return report.num_files, report.num_bytes
 
-    from gptoss_engine.published import write_published
+    from gptoss_engine.checkpoints.published import write_published
 
     written = write_published(source, target, layout, shard_bytes=shard_bytes)
     return written.num_files, written.num_bytes

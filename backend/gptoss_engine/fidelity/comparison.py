@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from gptoss_engine.checkpoints.tensor_source import TensorSource, WeightMode
 from gptoss_engine.fidelity.figures import Fidelity
 from gptoss_engine.fidelity.passages import Passage, asked, num_tokens
 from gptoss_engine.fidelity.record import Probe, Record, check_size, read
 from gptoss_engine.loading import load_weights
 from gptoss_engine.progress import tracked
-from gptoss_engine.tensor_source import TensorSource, WeightMode
 from gptoss_engine.weights import Weights
 from gptoss_kernels.ops import Fp8Weight, Operators
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gptoss_engine.checkpoint import Checkpoint, InvalidCheckpoint
-from gptoss_engine.checkpoint_writer import CHECKSUMS_FILE
-from gptoss_engine.convert import (
+from gptoss_engine.checkpoints.checkpoint import Checkpoint, InvalidCheckpoint
+from gptoss_engine.checkpoints.checkpoint_writer import CHECKSUMS_FILE
+from gptoss_engine.checkpoints.convert import (
     DEFAULT_OPTIONS,
     REPORT_FILE,
     Conversion,
@@ -20,8 +20,7 @@ from gptoss_engine.convert import (
     naming,
     target_tensors,
 )
-from gptoss_engine.progress import progress_bar
-from gptoss_engine.tensor_source import (
+from gptoss_engine.checkpoints.tensor_source import (
     EXPERTS,
     IdentifiedSource,
     Mxfp4Blocks,
@@ -30,7 +29,8 @@ from gptoss_engine.tensor_source import (
     expert_to_fp8,
     to_fp8,
 )
-from gptoss_engine.workers import bands, expert_bands, in_order, workers
+from gptoss_engine.checkpoints.workers import bands, expert_bands, in_order, workers
+from gptoss_engine.progress import progress_bar
 from gptoss_kernels import mxfp4
 from gptoss_kernels.fp8 import BLOCK, widen_values
 from gptoss_kernels.ops import Fp8Weight

@@ -28,9 +28,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gptoss_engine.layouts import stored_tensors
+from gptoss_engine.checkpoints.layouts import stored_tensors
+from gptoss_engine.checkpoints.tensor_source import EXPERTS, Form, Mxfp4Blocks, to_dense
 from gptoss_engine.model_config import GPT_OSS_EOS_TOKEN_IDS, ModelConfig, YarnRope
-from gptoss_engine.tensor_source import EXPERTS, Form, Mxfp4Blocks, to_dense
 from gptoss_kernels.mxfp4 import GROUP
 
 Like = Literal["20b", "120b", "tiny"]

@@ -19,12 +19,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from gptoss_engine.checkpoint import Checkpoint, InvalidCheckpoint
-from gptoss_engine.checkpoint_writer import CHECKSUMS_FILE, write_checkpoint
-from gptoss_engine.layouts import StoredTensor, may_be_fp8, stored_tensors
-from gptoss_engine.model_config import FP8_QUANTISATION, read_json
-from gptoss_engine.tensor_files import TensorGroup
-from gptoss_engine.tensor_source import (
+from gptoss_engine.checkpoints.checkpoint import Checkpoint, InvalidCheckpoint
+from gptoss_engine.checkpoints.checkpoint_writer import CHECKSUMS_FILE, write_checkpoint
+from gptoss_engine.checkpoints.layouts import StoredTensor, may_be_fp8, stored_tensors
+from gptoss_engine.checkpoints.tensor_files import TensorGroup
+from gptoss_engine.checkpoints.tensor_source import (
     EXPERTS,
     IdentifiedSource,
     TensorSource,
@@ -33,8 +32,9 @@ from gptoss_engine.tensor_source import (
     reading,
     to_fp8,
 )
-from gptoss_engine.work_folder import as_json
-from gptoss_engine.workers import bands, expert_bands, in_order, workers
+from gptoss_engine.checkpoints.work_folder import as_json
+from gptoss_engine.checkpoints.workers import bands, expert_bands, in_order, workers
+from gptoss_engine.model_config import FP8_QUANTISATION, read_json
 from gptoss_kernels.fp8 import BLOCK, E4M3
 from gptoss_kernels.ops import Fp8Weight
 

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gptoss_engine import demo
-from gptoss_engine.layouts import (
+from gptoss_engine.checkpoints.layouts import (
     Layout,
     StoredTensor,
     count_parameters,
@@ -23,9 +23,9 @@ from gptoss_engine.layouts import (
     scale_name,
     stored_tensors,
 )
+from gptoss_engine.checkpoints.tensor_files import INDEX_FILE
+from gptoss_engine.checkpoints.tensor_source import EXPERTS, Form, Mxfp4Blocks, Stored
 from gptoss_engine.model_config import InvalidCheckpoint, ModelConfig, quant_method, read_json
-from gptoss_engine.tensor_files import INDEX_FILE
-from gptoss_engine.tensor_source import EXPERTS, Form, Mxfp4Blocks, Stored
 from gptoss_kernels.fp8 import BLOCK
 from gptoss_kernels.mxfp4 import GROUP, NAN_SCALE
 from gptoss_kernels.ops import Fp8Weight

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
+from gptoss_engine.checkpoints.tensor_source import EXPERTS
 from gptoss_engine.model_config import ModelConfig
-from gptoss_engine.tensor_source import EXPERTS
 from gptoss_kernels.fp8 import num_blocks
 from gptoss_kernels.mxfp4 import GROUP
 

@@ -9,19 +9,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from gptoss_engine.checkpoint_writer import Written, write_checkpoint
-from gptoss_engine.layouts import StoredTensor, stored_tensors
-from gptoss_engine.model_config import ModelConfig
-from gptoss_engine.tensor_files import TensorGroup
-from gptoss_engine.tensor_source import (
+from gptoss_engine.checkpoints.checkpoint_writer import Written, write_checkpoint
+from gptoss_engine.checkpoints.layouts import StoredTensor, stored_tensors
+from gptoss_engine.checkpoints.tensor_files import TensorGroup
+from gptoss_engine.checkpoints.tensor_source import (
     IdentifiedSource,
     Mxfp4Blocks,
     TensorSource,
     read_pieces,
     to_dense,
 )
-from gptoss_engine.work_folder import as_json
-from gptoss_engine.workers import bands, in_order, workers
+from gptoss_engine.checkpoints.work_folder import as_json
+from gptoss_engine.checkpoints.workers import bands, in_order, workers
+from gptoss_engine.model_config import ModelConfig
 
 PublishedLayout = Literal["huggingface", "original", "dequantised"]
 

@@ -17,8 +17,7 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from gptoss_engine.progress import progress_bar
-from gptoss_engine.tensor_files import (
+from gptoss_engine.checkpoints.tensor_files import (
     INDEX_FILE,
     TensorFile,
     TensorGroup,
@@ -27,7 +26,7 @@ from gptoss_engine.tensor_files import (
     placed,
     plan_files,
 )
-from gptoss_engine.work_folder import (
+from gptoss_engine.checkpoints.work_folder import (
     CannotWrite,
     WorkFolder,
     as_json,
@@ -35,6 +34,7 @@ from gptoss_engine.work_folder import (
     sync_folder,
     write_durably,
 )
+from gptoss_engine.progress import progress_bar
 
 __all__ = ["CHECKSUMS_FILE", "CannotWrite", "TensorGroup", "Written", "write_checkpoint"]
 

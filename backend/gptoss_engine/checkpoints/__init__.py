@@ -1,0 +1,1 @@
+"""Checkpoints on disk: read, made up, converted, written. What is in memory is loading.py's."""
