@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(200)]
 
 
 def test_both_sides_are_measured_under_the_same_load() -> None:
-    load = ["--num-requests", "4", "--concurrency", "2", "--num-tokens", "12"]
+    load = ["--num-requests", "4", "--concurrency", "2", "--num-tokens", "12", "--weights", "fp8"]
     command = [sys.executable, "-c", "from gptoss_backend.cli import main; main()"]
     done = subprocess.run(
         [*command, "bench", "serve", *load], capture_output=True, text=True, timeout=180
@@ -21,6 +21,7 @@ def test_both_sides_are_measured_under_the_same_load() -> None:
     assert "through the server" in table
     figures = json.loads(line)
     assert (figures["benchmark"], figures["model"], figures["tokens"]) == ("serve", "demo", 12)
+    assert figures["weights"] == "fp8"
     assert 4 <= figures["responses"] <= 4 * 12
     for side in (figures, figures["engine"]):
         assert side["tokens_per_s"] == pytest.approx(12 * side["requests_per_s"], rel=0.01)

@@ -200,6 +200,8 @@ def print_result(
     config: EngineConfig, load: Load, engine: Measurement, server: Measurement
 ) -> None:
     """The table, and the line of the result files."""
+    from gptoss_engine.runner import choose_weight_mode, open_source
+
     cost_ms = 1e3 * (server.seconds - engine.seconds) / server.num_responses
     table = Table(title=f"{load.num_requests} requests, {load.concurrency} at a time")
     for heading in ("", "requests/s", "tokens/s", "TTFT ms", "ITL ms", "responses"):
@@ -222,7 +224,7 @@ def print_result(
     line = {
         "benchmark": "serve",
         "model": model_name(config),
-        "weights": config.weights,
+        "weights": choose_weight_mode(config, open_source(config)),
         "kv": config.kv_cache,
         "tokens": load.num_tokens,
         "batch": load.concurrency,
