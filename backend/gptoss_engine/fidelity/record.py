@@ -1,5 +1,6 @@
 """What a model makes of the passages, seen by operators that look on."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -27,7 +28,7 @@ from gptoss_kernels.ops import Fp8Weight, Operators
 MAX_RECORD_GIGABYTES = 16.0
 
 
-class Probe:
+class Probe(ABC):
     """Operators that show the residual stream after each update, and each choice of experts.
 
     `start` names the rows of a forward pass among all tokens.
@@ -63,12 +64,12 @@ class Probe:
         self._num_choices += 1
         return chosen, chosen_weights
 
+    @abstractmethod
     def see_residual(self, update: int, rows: slice, hidden: Tensor) -> bool:
         """Whether it changed `hidden`."""
-        raise NotImplementedError
 
-    def see_choice(self, layer: int, rows: slice, chosen: Tensor) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def see_choice(self, layer: int, rows: slice, chosen: Tensor) -> None: ...
 
 
 def read(
