@@ -13,8 +13,22 @@ from gptoss_engine.weights import LayerWeights, Weights
 from gptoss_kernels.ops import Operators
 
 
+def rope_table(config: ModelConfig, num_positions: int, ops: Operators) -> Tensor:
+    """ops.rope_table of the model's rope: [num_positions, D] fp32."""
+    rope = config.rope
+    return ops.rope_table(
+        num_positions,
+        config.head_dim,
+        theta=rope.theta,
+        factor=rope.factor,
+        beta_fast=rope.beta_fast,
+        beta_slow=rope.beta_slow,
+        original_context=rope.original_context,
+    )
+
+
 class GptOss:
-    """config's mathematics over weights. rope_table: [max_model_len, D] from ops.rope_table."""
+    """config's mathematics over weights. rope_table: of all positions that it will meet."""
 
     def __init__(self, config: ModelConfig, weights: Weights, rope_table: Tensor) -> None:
         self.config = config

@@ -13,7 +13,7 @@ from gptoss_engine.checkpoints.tensor_source import TensorSource, WeightMode
 from gptoss_engine.config import EngineConfig, InvalidConfig
 from gptoss_engine.kv_cache import KVCache, PageCounts, max_model_len
 from gptoss_engine.loading import load_weights
-from gptoss_engine.model import GptOss
+from gptoss_engine.model import GptOss, rope_table
 from gptoss_engine.model_config import ModelConfig
 from gptoss_engine.sequence import ScheduledStep, StepOutput
 from gptoss_engine.types import TokenLogprob
@@ -47,17 +47,8 @@ class Runner:
         self._page_size = config.page_size
         self._device = weights.embedding.device
         self._ops = operators.load(config.attention)
-        rope = model_config.rope
-        rope_table = self._ops.rope_table(
-            self.max_model_len,
-            model_config.head_dim,
-            theta=rope.theta,
-            factor=rope.factor,
-            beta_fast=rope.beta_fast,
-            beta_slow=rope.beta_slow,
-            original_context=rope.original_context,
-        )
-        self._model = GptOss(model_config, weights, rope_table.to(self._device))
+        table = rope_table(model_config, self.max_model_len, self._ops)
+        self._model = GptOss(model_config, weights, table.to(self._device))
         self._cache = KVCache.allocate(
             model_config,
             page_size=config.page_size,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gptoss_engine.batch import Batch
 from gptoss_engine.kv_cache import KVCache
-from gptoss_engine.model import GptOss
+from gptoss_engine.model import GptOss, rope_table
 from gptoss_engine.model_config import ModelConfig
 from gptoss_engine.sequence import PageTables, ScheduledItem, ScheduledStep
 from gptoss_engine.weights import Weights
@@ -25,7 +25,7 @@ def logits_of_all(
     operators: Any = ops.load("reference"),  # noqa: B008
 ) -> Tensor:
     """Of every position: [T, V]"""
-    rope, num_tokens = config.rope, len(token_ids)
+    num_tokens = len(token_ids)
     num_pages = -(-num_tokens // PAGE_SIZE)
     made = sequence(token_ids)
     made.page_tables = PageTables(list(range(num_pages)), list(range(num_pages)))
@@ -43,15 +43,7 @@ def logits_of_all(
         dtype=weights.embedding.dtype,
         device=weights.embedding.device,
     )
-    table = operators.rope_table(
-        num_tokens,
-        config.head_dim,
-        theta=rope.theta,
-        factor=rope.factor,
-        beta_fast=rope.beta_fast,
-        beta_slow=rope.beta_slow,
-        original_context=rope.original_context,
-    )
+    table = rope_table(config, num_tokens, operators)
     model = GptOss(config, weights, table)
     with torch.inference_mode():
         hidden = model.forward(batch, cache, operators)

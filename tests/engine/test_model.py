@@ -14,7 +14,7 @@ from gptoss_engine.batch import Batch
 from gptoss_engine.checkpoints.checkpoint import Checkpoint
 from gptoss_engine.kv_cache import KVCache
 from gptoss_engine.loading import load_weights
-from gptoss_engine.model import GptOss
+from gptoss_engine.model import GptOss, rope_table
 from gptoss_engine.model_config import ModelConfig
 from gptoss_engine.sequence import PageTables, ScheduledItem, ScheduledStep
 from gptoss_engine.weights import Weights
@@ -38,16 +38,7 @@ def logits_of(
     cuts: tuple[int, ...] = (),
 ) -> Tensor:
     """Of every position, [T, V] in the model's dtype; computed in pieces that end at the cuts."""
-    rope = config.rope
-    table = OPS.rope_table(
-        len(token_ids),
-        config.head_dim,
-        theta=rope.theta,
-        factor=rope.factor,
-        beta_fast=rope.beta_fast,
-        beta_slow=rope.beta_slow,
-        original_context=rope.original_context,
-    )
+    table = rope_table(config, len(token_ids), OPS)
     num_pages = -(-len(token_ids) // PAGE_SIZE)
     cache = KVCache.allocate(
         config,

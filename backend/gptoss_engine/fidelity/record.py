@@ -19,7 +19,7 @@ from gptoss_engine.fidelity.passages import (
     steps_of,
 )
 from gptoss_engine.kv_cache import KVCache
-from gptoss_engine.model import GptOss
+from gptoss_engine.model import GptOss, rope_table
 from gptoss_engine.model_config import InvalidCheckpoint, ModelConfig
 from gptoss_engine.progress import tracked
 from gptoss_engine.weights import Weights
@@ -81,17 +81,9 @@ def read(
     label: str,
 ) -> None:
     """Forward passes over all tokens, under the probe; hidden [T, H] gets the last states."""
-    device, rope = weights.embedding.device, config.rope
-    rope_table = probe.rope_table(
-        max(len(passage.token_ids) for passage in passages),
-        config.head_dim,
-        theta=rope.theta,
-        factor=rope.factor,
-        beta_fast=rope.beta_fast,
-        beta_slow=rope.beta_slow,
-        original_context=rope.original_context,
-    )
-    model = GptOss(config, weights, rope_table.to(device))
+    device, ops = weights.embedding.device, cast(Operators, probe)
+    table = rope_table(config, max(len(passage.token_ids) for passage in passages), ops)
+    model = GptOss(config, weights, table.to(device))
     sequences, num_pages = sequences_of(passages)
     cache = KVCache.allocate(
         config,
@@ -108,7 +100,7 @@ def read(
         first = rows.stop
         probe.start(rows)
         with torch.inference_mode():
-            last = model.forward(batch, cache, cast(Operators, probe))
+            last = model.forward(batch, cache, ops)
         if not bool(last.isfinite().all()):
             raise InvalidCheckpoint(
                 f"with {label} a hidden state is not finite, so there is nothing to compare: the "
