@@ -11,10 +11,11 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from gptoss_kernels import reference
-from gptoss_kernels.fp8 import Fp8Weight
+from gptoss_kernels.contracts import Dispatched
+from gptoss_kernels.fp8 import BLOCK, SWIGLU_GROUP, Fp8Weight
 from gptoss_kernels.mxfp4 import Mxfp4Weight
 
-__all__ = ["Fp8Weight", "Mxfp4Weight", "Operators", "load"]
+__all__ = ["Fp8Operators", "Fp8Weight", "Mxfp4Weight", "Operators", "load", "load_fp8"]
 
 
 class Operators(Protocol):
@@ -101,6 +102,67 @@ class Operators(Protocol):
     def logprobs(
         self, logits: Tensor, token_ids: Tensor, num_top: int
     ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+class Fp8Operators(Protocol):
+    """The FP8 products and what feeds them: one protocol, several implementations.
+
+    Scales of activations are laid out as contracts.empty_scale does. Every implementation refuses
+    a wrong dtype, shape, layout, alignment or device in words, before anything is launched.
+    """
+
+    def quantise(self, x: Tensor, group: int = BLOCK) -> tuple[Tensor, Tensor]: ...
+
+    def rms_norm_fp8(
+        self, hidden: Tensor, weight: Tensor, eps: float, update: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def linear_fp8(
+        self,
+        x: Tensor,
+        x_scale: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor | None = None,
+        *,
+        residual: Tensor | None = None,
+    ) -> Tensor: ...
+
+    def dispatch_fp8(self, x: Tensor, chosen: Tensor, num_experts: int) -> Dispatched: ...
+
+    def grouped_swiglu_fp8(
+        self,
+        x: Tensor,
+        x_scale: Tensor,
+        expert_start: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor,
+        *,
+        alpha: float,
+        limit: float,
+        group: int = SWIGLU_GROUP,
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def grouped_linear_fp8(
+        self,
+        x: Tensor,
+        x_scale: Tensor,
+        expert_start: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor,
+    ) -> Tensor: ...
+
+    def combine(self, outputs: Tensor, rows: Tensor, chosen_weights: Tensor) -> Tensor: ...
+
+
+def load_fp8(gemm: str) -> Fp8Operators:
+    """The FP8 operators of one implementation; only "reference" runs without a Hopper GPU."""
+    match gemm:
+        case "reference":
+            return reference
+    raise ValueError(f"gemm must be reference, got {gemm!r}")
 
 
 def load(implementation: Literal["reference"]) -> Operators:

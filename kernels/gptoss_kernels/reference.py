@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gptoss_kernels.contracts import Dispatched
 from gptoss_kernels.fp8 import (
     BLOCK,
     E4M3,
@@ -89,6 +90,16 @@ def quantise(x: Tensor, group: int = BLOCK) -> tuple[Tensor, Tensor]:
     return values.flatten(1)[:, :width].contiguous(), amax * (1 / E4M3_MAX)
 
 
+def rms_norm_fp8(
+    hidden: Tensor, weight: Tensor, eps: float, update: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """quantise(rms_norm(hidden, weight, eps, update)), hidden updated in place as there
+
+    The norm is rounded to hidden.dtype before it is quantised, as if it had been stored.
+    """
+    return quantise(rms_norm(hidden, weight, eps, update))
+
+
 def linear_fp8(
     x: Tensor,
     x_scale: Tensor,
@@ -96,14 +107,16 @@ def linear_fp8(
     weight_scale: Tensor,
     bias: Tensor | None = None,
     *,
+    residual: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """(x * x_scale) @ (weight * weight_scale)^T + bias
+    """(x * x_scale) @ (weight * weight_scale)^T + bias + residual
 
     x e4m3 [T, K]; x_scale fp32 [T, ceil(K / group)], group 128 or 64; weight e4m3 [N, K];
-    weight_scale fp32 [ceil(N / 128), ceil(K / 128)]; bias [N] -> dtype [T, N]. The sum of each
-    group is exact, rounded to fp32, and scaled as it is added to the bias and the groups before it,
-    in fp32: a row's result depends on no other row, and not on the machine.
+    weight_scale fp32 [ceil(N / 128), ceil(K / 128)]; bias [N], residual [T, N] -> dtype [T, N]. The
+    sum of each group is exact, rounded to fp32, and scaled as it is added to the bias and the
+    groups before it, in fp32: a row's result depends on no other row, and not on the machine. The
+    residual is added last, before the sum is rounded to dtype.
     """
     (num_tokens, width), num_rows = x.shape, weight.shape[0]
     group = BLOCK if x_scale.shape[1] == num_blocks(width) else SWIGLU_GROUP
@@ -126,6 +139,8 @@ def linear_fp8(
         sums *= x_scale.T[:, :, None] * row_scale[:, None, rows]
         for of_group in sums:
             out[:, rows] += of_group
+    if residual is not None:
+        out += residual
     return out.to(dtype)
 
 
@@ -362,16 +377,17 @@ def grouped_swiglu_fp8(
     *,
     alpha: float,
     limit: float,
+    group: int = SWIGLU_GROUP,
 ) -> tuple[Tensor, Tensor]:
-    """quantise(swiglu(linear_fp8(x, weight[e], bias[e]))), nothing rounded in between
+    """quantise(swiglu(linear_fp8(x, weight[e], bias[e])), group), nothing rounded in between
 
     Expert e owns the rows expert_start[e] : expert_start[e + 1]. x e4m3 [R, H], x_scale fp32
     [R, ceil(H / 128)]; weight e4m3 [E, 2 I, H], gate and up rows interleaved, weight_scale fp32
     [E, ceil(2 I / 128), ceil(H / 128)]; bias [E, 2 I]
-    -> values e4m3 [R, I], scale fp32 [R, ceil(I / 64)].
+    -> values e4m3 [R, I], scale fp32 [R, ceil(I / group)].
     """
     inner = _grouped(x, x_scale, expert_start, weight, weight_scale, bias, torch.float32)
-    return quantise(swiglu(inner, alpha, limit), SWIGLU_GROUP)
+    return quantise(swiglu(inner, alpha, limit), group)
 
 
 def grouped_linear_fp8(
@@ -386,10 +402,39 @@ def grouped_linear_fp8(
 ) -> Tensor:
     """linear_fp8(x, weight[e], bias[e]) for the rows expert_start[e] : expert_start[e + 1]
 
-    x e4m3 [R, I], x_scale fp32 [R, ceil(I / 64)]; weight e4m3 [E, H, I], weight_scale fp32
+    x e4m3 [R, I], x_scale fp32 [R, ceil(I / group)]; weight e4m3 [E, H, I], weight_scale fp32
     [E, ceil(H / 128), ceil(I / 128)]; bias [E, H] -> dtype [R, H].
     """
     return _grouped(x, x_scale, expert_start, weight, weight_scale, bias, dtype)
+
+
+def dispatch_fp8(x: Tensor, chosen: Tensor, num_experts: int) -> Dispatched:
+    """Each token quantised, once for each of its experts, in the experts' order
+
+    x [T, H]; chosen [T, K], integers in 0 .. num_experts - 1 -> R = T K rows of quantise(x): values
+    e4m3 [R, H], scale fp32 [R, ceil(H / 128)]. Expert e owns the rows expert_start[e] :
+    expert_start[e + 1], int32 [E + 1], in the order of their tokens; token t's row for chosen[t, k]
+    is rows[t, k], int32 [T, K].
+    """
+    values, scale = quantise(x)
+    order = chosen.flatten().argsort(stable=True)
+    tokens = order // chosen.shape[1]
+    counts = torch.bincount(chosen.flatten(), minlength=num_experts)
+    start = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
+    rows = torch.empty_like(order, dtype=torch.int32)
+    rows[order] = torch.arange(len(order), dtype=torch.int32, device=x.device)
+    return Dispatched(values[tokens], scale[tokens], start, rows.view(chosen.shape))
+
+
+def combine(outputs: Tensor, rows: Tensor, chosen_weights: Tensor) -> Tensor:
+    """sum_k chosen_weights[t, k] * outputs[rows[t, k]], in fp32 in the order of k
+
+    outputs [R, H]; rows int32, chosen_weights [T, K] -> [T, H] in outputs.dtype.
+    """
+    total = outputs.new_zeros(len(rows), outputs.shape[1], dtype=torch.float32)
+    for row, weight in zip(rows.T, chosen_weights.T, strict=True):
+        total += outputs[row].float() * weight[:, None].float()
+    return total.to(outputs.dtype)
 
 
 def _grouped(

@@ -28,11 +28,11 @@ from measuring import (
     time_calls,
 )
 
+from gptoss_kernels.contracts import empty_scale
+from gptoss_kernels.cuda.grouped_fp8 import GroupedTile
+from gptoss_kernels.cuda.grouped_linear_fp8 import grouped_linear_fp8
+from gptoss_kernels.cuda.grouped_swiglu_fp8 import grouped_swiglu_fp8
 from gptoss_kernels.fp8 import SWIGLU_GROUP
-from gptoss_kernels.gemm_fp8 import empty_scale
-from gptoss_kernels.grouped_fp8 import GroupedTile
-from gptoss_kernels.grouped_linear_fp8 import grouped_linear_fp8
-from gptoss_kernels.grouped_swiglu_fp8 import grouped_swiglu_fp8
 
 EXPERTS = {"120b": 128, "20b": 32}
 HIDDEN = INNER = 2880

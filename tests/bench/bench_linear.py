@@ -28,7 +28,9 @@ from measuring import (
     time_calls,
 )
 
-from gptoss_kernels.linear_fp8 import Tile, choose_tile, empty_scale, linear_fp8
+from gptoss_kernels.contracts import empty_scale
+from gptoss_kernels.cuda.gemm_fp8 import Tile
+from gptoss_kernels.cuda.linear_fp8 import choose_tile, linear_fp8
 
 SHAPES = ((5120, 2880), (2880, 4096))
 TOKENS = (1, 8, 64, 128, 512, 2048, 8192, 32768)

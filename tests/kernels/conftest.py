@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from gptoss_kernels.cuda.gemm_fp8 import Tile
 from gptoss_kernels.cuda.runtime import Cubin
-from gptoss_kernels.gemm_fp8 import Tile
 
 # Tiny tensors gain nothing from threads, which wait for each other long on a busy machine.
 torch.set_num_threads(1)

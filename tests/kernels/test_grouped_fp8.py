@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from gptoss_kernels import reference
+from gptoss_kernels.contracts import empty_scale
+from gptoss_kernels.cuda.grouped_fp8 import GroupedTile, check_tile, choose_tile, prepare
+from gptoss_kernels.cuda.grouped_linear_fp8 import grouped_linear_fp8
+from gptoss_kernels.cuda.grouped_swiglu_fp8 import grouped_swiglu_fp8
 from gptoss_kernels.fp8 import SWIGLU_GROUP
-from gptoss_kernels.gemm_fp8 import empty_scale
-from gptoss_kernels.grouped_fp8 import GroupedTile, check_tile, choose_tile, prepare
-from gptoss_kernels.grouped_linear_fp8 import grouped_linear_fp8
-from gptoss_kernels.grouped_swiglu_fp8 import grouped_swiglu_fp8
 
 # Rounding to bf16 alone costs 1.7e-3.
 LINEAR_BOUND = 2e-3

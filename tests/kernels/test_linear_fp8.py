@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from gptoss_kernels.contracts import check_rows, empty_scale
 from gptoss_kernels.cuda import runtime
-from gptoss_kernels.gemm_fp8 import check_rows
-from gptoss_kernels.linear_fp8 import Tile, choose_tile, empty_scale, linear_fp8
+from gptoss_kernels.cuda.gemm_fp8 import Tile
+from gptoss_kernels.cuda.linear_fp8 import choose_tile, linear_fp8
 
 # Rounding to bf16 alone costs 1.7e-3.
 BOUND = 2e-3

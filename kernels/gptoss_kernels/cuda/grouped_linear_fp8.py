@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gptoss_kernels import gemm_fp8, grouped_fp8
-from gptoss_kernels.cuda import runtime
+from gptoss_kernels import contracts
+from gptoss_kernels.cuda import grouped_fp8, runtime
+from gptoss_kernels.cuda.gemm_fp8 import launch
+from gptoss_kernels.cuda.grouped_fp8 import GroupedTile
 from gptoss_kernels.fp8 import BLOCK
-from gptoss_kernels.gemm_fp8 import launch
-from gptoss_kernels.grouped_fp8 import GroupedTile
 
 
 def grouped_linear_fp8(
@@ -30,14 +30,14 @@ def grouped_linear_fp8(
     """The product in bf16 [R, N], written to `out` if it is given.
 
     Expert e owns the rows expert_start[e] : expert_start[e + 1]. `x` [R, K] e4m3; `x_scale` fp32
-    [R, ceil(K / 64)] or [R, ceil(K / 128)], laid out as gemm_fp8.empty_scale does; `expert_start`
+    [R, ceil(K / 64)] or [R, ceil(K / 128)], laid out as contracts.empty_scale does; `expert_start`
     int32 [E + 1], from 0 to R, never falling; `weight` [E, N, K] e4m3; `weight_scale` fp32
     [E, ceil(N / 128), ceil(K / 128)]; `bias` [E, N] fp32. N a multiple of 8, K of 16. Raises
     ValueError on anything else but the values of `expert_start`, which stay on the device, and
     runtime.CudaError where there is no Hopper GPU.
     """
     if out is None:
-        rows, n, _ = gemm_fp8.sizes(x, weight, 3)
+        rows, n, _ = contracts.sizes(x, weight, 3)
         out = torch.empty((rows, n), dtype=torch.bfloat16, device=x.device)
     inputs = (x, x_scale, expert_start, weight, weight_scale, bias)
     if x.shape[0] == 0:
@@ -67,8 +67,9 @@ def _check(
     out: Tensor,
 ) -> None:
     group = _group(x, x_scale)
-    grouped_fp8.check_inputs(x, x_scale, expert_start, weight, weight_scale, bias, group)
-    gemm_fp8.check_output("out", out, torch.bfloat16, (x.shape[0], weight.shape[1]), x)
+    contracts.check_gpu(x)
+    contracts.check_grouped_inputs(x, x_scale, expert_start, weight, weight_scale, bias, group)
+    contracts.check_output("out", out, torch.bfloat16, (x.shape[0], weight.shape[1]), x)
 
 
 def _prepare(tile: GroupedTile | None, *tensors: Tensor) -> runtime.Launch:

@@ -2,7 +2,7 @@
 
 FP8 (e4m3) in, bf16 out, sums in fp32, scales per 1 x 128 of `x` and per 128 x 128 of `weight`.
 2MNK operations over MK + NK + 2MN bytes: bound by the tensor cores above some 300 rows, by reading
-the weights below. The kernel is cuda/linear_fp8.cu; here are its contract, and the choice of tile.
+the weights below. The kernel is linear_fp8.cu; here are its contract, and the choice of tile.
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gptoss_kernels import gemm_fp8
+from gptoss_kernels import contracts
 from gptoss_kernels.cuda import runtime
+from gptoss_kernels.cuda.gemm_fp8 import Arguments, Tile, kernel, launch
 from gptoss_kernels.fp8 import BLOCK
-from gptoss_kernels.gemm_fp8 import Arguments, Tile, empty_scale, kernel, launch
-
-__all__ = ["Tile", "choose_tile", "empty_scale", "linear_fp8"]
 
 
 def linear_fp8(
@@ -30,14 +28,14 @@ def linear_fp8(
 ) -> Tensor:
     """The product in bf16 [M, N], written to `out` if it is given.
 
-    `x` [M, K] e4m3; `x_scale` [M, ceil(K / 128)] fp32, laid out as `empty_scale` does; `weight`
-    [N, K] e4m3; `weight_scale` [ceil(N / 128), ceil(K / 128)] fp32; `bias` [N] fp32. N a multiple
-    of 8, K of 16. Weight, its scale and bias must not be written by the kernel launched just
-    before on the same stream: they are read while that one may still run. Raises ValueError on
-    anything else, and runtime.CudaError where there is no Hopper GPU.
+    `x` [M, K] e4m3; `x_scale` [M, ceil(K / 128)] fp32, laid out as contracts.empty_scale does;
+    `weight` [N, K] e4m3; `weight_scale` [ceil(N / 128), ceil(K / 128)] fp32; `bias` [N] fp32. N a
+    multiple of 8, K of 16. Weight, its scale and bias must not be written by the kernel launched
+    just before on the same stream: they are read while that one may still run. Raises ValueError
+    on anything else, and runtime.CudaError where there is no Hopper GPU.
     """
     if out is None:
-        m, n, _ = gemm_fp8.sizes(x, weight, 2)
+        m, n, _ = contracts.sizes(x, weight, 2)
         out = torch.empty((m, n), dtype=torch.bfloat16, device=x.device)
     tensors = (x, x_scale, weight, weight_scale, bias, out)
     if out.numel() == 0:
@@ -84,8 +82,9 @@ def choose_tile(m: int, n: int, k: int, num_blocks: int) -> Tile:
 def _check(
     x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor, out: Tensor
 ) -> None:
-    gemm_fp8.check_inputs(x, x_scale, weight, weight_scale, bias)
-    gemm_fp8.check_output("out", out, torch.bfloat16, (x.shape[0], weight.shape[0]), x)
+    contracts.check_gpu(x)
+    contracts.check_inputs(x, x_scale, weight, weight_scale, bias)
+    contracts.check_output("out", out, torch.bfloat16, (x.shape[0], weight.shape[0]), x)
 
 
 def _prepare(

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gptoss_kernels import gemm_fp8
+from gptoss_kernels.contracts import MAXIMUM_EXPERTS
 from gptoss_kernels.cuda import runtime
+from gptoss_kernels.cuda.gemm_fp8 import Arguments, Tile, kernel
 from gptoss_kernels.fp8 import BLOCK
-from gptoss_kernels.gemm_fp8 import Arguments, Tile, kernel
 
-MAXIMUM_EXPERTS = 512
 _MAILBOX_BYTES = 32
 # Each prepared launch counts its tiles apart, until this many later ones were prepared: two that
 # share a counter must not be under way at once, on two streams. A graph keeps its launches' for
@@ -93,25 +92,6 @@ class Experts(ctypes.Structure):
         ("out_scale", ctypes.c_void_p),
         ("out_scale_stride", ctypes.c_int),
     )
-
-
-def check_inputs(
-    x: Tensor,
-    x_scale: Tensor,
-    expert_start: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor,
-    x_group: int,
-) -> None:
-    """Raise ValueError, in words, where an input is not what the operators' docstrings say."""
-    gemm_fp8.check_inputs(*(x, x_scale, weight, weight_scale, bias), dimensions=3, x_group=x_group)
-    num_experts = len(weight)
-    if not 0 < num_experts <= MAXIMUM_EXPERTS:
-        raise ValueError(f"there must be 1 to {MAXIMUM_EXPERTS} experts, got {num_experts}")
-    gemm_fp8.check_type("expert_start", expert_start, torch.int32, x)
-    gemm_fp8.check_shape("expert_start", expert_start, (num_experts + 1,))
-    gemm_fp8.check_contiguous("expert_start", expert_start)
 
 
 def check_tile(tile: GroupedTile, *, x_group: int, swiglu: bool, out_group: int) -> None:

@@ -11,11 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gptoss_kernels import gemm_fp8, grouped_fp8
-from gptoss_kernels.cuda import runtime
+from gptoss_kernels import contracts
+from gptoss_kernels.contracts import empty_scale
+from gptoss_kernels.cuda import grouped_fp8, runtime
+from gptoss_kernels.cuda.gemm_fp8 import launch
+from gptoss_kernels.cuda.grouped_fp8 import GroupedTile
 from gptoss_kernels.fp8 import BLOCK, SWIGLU_GROUP
-from gptoss_kernels.gemm_fp8 import empty_scale, launch
-from gptoss_kernels.grouped_fp8 import GroupedTile
 
 
 def grouped_swiglu_fp8(
@@ -38,13 +39,13 @@ def grouped_swiglu_fp8(
     [R, ceil(H / 128)]; `expert_start` int32 [E + 1], from 0 to R, never falling; `weight`
     [E, 2 I, H] e4m3, gate and up rows in turn; `weight_scale` fp32 [E, ceil(2 I / 128),
     ceil(H / 128)]; `bias` [E, 2 I] fp32. Both scales of activations are laid out as
-    gemm_fp8.empty_scale does. `group` is 64 or 128; I and H are multiples of 16. A group counts
+    contracts.empty_scale does. `group` is 64 or 128; I and H are multiples of 16. A group counts
     max |y| as at least 1e-10; one with an inf or a NaN dequantises to NaN. Raises ValueError on
     anything else but the values of `expert_start`, which stay on the device, and
     runtime.CudaError where there is no Hopper GPU.
     """
     if out is None:
-        rows, n, _ = gemm_fp8.sizes(x, weight, 3)
+        rows, n, _ = contracts.sizes(x, weight, 3)
         shape = (rows, n // 2)
         out = (
             torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device),
@@ -73,14 +74,15 @@ def _check(
     values: Tensor,
     scale: Tensor,
 ) -> None:
-    grouped_fp8.check_inputs(x, x_scale, expert_start, weight, weight_scale, bias, BLOCK)
+    contracts.check_gpu(x)
+    contracts.check_grouped_inputs(x, x_scale, expert_start, weight, weight_scale, bias, BLOCK)
     rows, inner = x.shape[0], weight.shape[1] // 2
     if group not in (64, 128):
         raise ValueError(f"group must be 64 or 128, got {group}")
     if inner % 16:
         raise ValueError(f"I must be a multiple of 16, got {inner}")
-    gemm_fp8.check_output("values", values, torch.float8_e4m3fn, (rows, inner), x)
-    gemm_fp8.check_output("scale", scale, torch.float32, (rows, -(-inner // group)), x)
+    contracts.check_output("values", values, torch.float8_e4m3fn, (rows, inner), x)
+    contracts.check_output("scale", scale, torch.float32, (rows, -(-inner // group)), x)
 
 
 def _prepare(
