@@ -502,7 +502,7 @@ def test_two_streams_at_once() -> None:
         ),
         (4, lambda scale: scale.transpose(1, 2).contiguous().transpose(1, 2), "weight_scale must"),
         (5, lambda bias: bias.bfloat16(), "bias must be torch.float32, got torch.bfloat16"),
-        (5, lambda bias: bias.cpu(), "bias must be on the GPU of x"),
+        (5, lambda bias: bias.cpu(), "bias must be on the device of x"),
     ],
 )
 @pytest.mark.parametrize("is_linear", [True, False])

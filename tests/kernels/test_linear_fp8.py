@@ -198,7 +198,7 @@ def test_the_tensors_gpu_need_not_be_the_current_one() -> None:
     assert out.device == torch.device("cuda:1")
     assert torch.cuda.current_device() == 0
     assert torch.equal(out.to("cuda:0"), expected)
-    with pytest.raises(ValueError, match="bias must be on the GPU of x, got cuda:0 and cuda:1"):
+    with pytest.raises(ValueError, match="bias must be on the device of x, got cuda:0 and cuda:1"):
         linear_fp8(others[0], others[1], others[2], others[3], inputs[4])
 
 
@@ -234,7 +234,7 @@ def test_reads_x_after_the_kernel_before_it_wrote_it() -> None:
         (2, lambda weight: weight[:252], "N must be a multiple of 8 and K of 16, got N=252"),
         (3, lambda scale: scale.t().contiguous().t(), "weight_scale must be contiguous"),
         (4, lambda bias: bias.bfloat16(), "bias must be torch.float32, got torch.bfloat16"),
-        (4, lambda bias: bias.cpu(), "bias must be on the GPU of x"),
+        (4, lambda bias: bias.cpu(), "bias must be on the device of x"),
     ],
 )
 def test_bad_input_is_refused(position, change, sentence) -> None:
