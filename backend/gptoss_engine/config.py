@@ -30,8 +30,11 @@ class EngineConfig:
     weights: of the experts. "fp8" makes them from MXFP4 without loss, "mxfp4" keeps them as they
         are and computes the same; both hold the attention's weights in FP8. "bf16" widens all to
         dtype. "auto" is fp8 for a converted checkpoint and bf16 for any other.
-    kv_cache, attention, gemm, tp, ep, dp: one value each in this version; another is refused by
-        name, so that nobody believes to have chosen it.
+    gemm: whose kernels multiply FP8 weights: "cuda" (ours, for Hopper), "triton" (ours, in
+        Triton-lang), "deepgemm" (that library's) or "reference" (plain PyTorch, anywhere). "auto"
+        is cuda on a Hopper GPU and reference elsewhere.
+    kv_cache, attention, tp, ep, dp: one value each in this version; another is refused by name, so
+        that nobody believes to have chosen it.
     dtype: of activations and dense weights; "auto" is float32 on a CPU and bfloat16 on a GPU.
     num_pages, num_window_pages: KV pages of page_size tokens in each page group; 0 derives them:
         on a CPU, enough for max_num_seqs sequences within kv_cache_gigabytes.
@@ -50,7 +53,7 @@ class EngineConfig:
     weights: Literal["auto", "fp8", "mxfp4", "bf16"] = "auto"
     kv_cache: Literal["bf16"] = "bf16"
     attention: Literal["reference"] = "reference"
-    gemm: Literal["reference"] = "reference"
+    gemm: Literal["auto", "cuda", "triton", "deepgemm", "reference"] = "auto"
     tp: int = 1
     ep: int = 1
     dp: int = 1

@@ -46,7 +46,7 @@ class Runner:
         self.weight_mode = weights.mode
         self._page_size = config.page_size
         self._device = weights.embedding.device
-        self._ops = operators.load(config.attention)
+        self._ops = operators.load(choose_gemm(config, self._device, weights.embedding.dtype))
         table = rope_table(model_config, self.max_model_len, self._ops)
         self._model = GptOss(model_config, weights, table.to(self._device))
         self._cache = KVCache.allocate(
@@ -174,3 +174,20 @@ def choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     if config.dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
+
+
+def choose_gemm(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> operators.Gemm:
+    """auto: cuda on a Hopper GPU in bfloat16, else reference."""
+    if config.gemm == "auto":
+        is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+        return "cuda" if is_hopper and dtype == torch.bfloat16 else "reference"
+    if config.gemm != "reference":
+        if device.type != "cuda":
+            raise InvalidConfig(
+                f"gemm must be auto or reference on a {device.type}, got {config.gemm}: its "
+                "kernels need a GPU"
+            )
+        if dtype != torch.bfloat16:
+            name = str(dtype).removeprefix("torch.")
+            raise InvalidConfig(f"gemm {config.gemm} needs dtype bfloat16, got {name}")
+    return config.gemm

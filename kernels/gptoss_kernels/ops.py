@@ -6,7 +6,8 @@ heads, KV key-value heads, D head_dim, E experts, K experts per token, I expert 
 P pages, V vocabulary.
 """
 
-from typing import Literal, Protocol
+import importlib
+from typing import Literal, Protocol, get_args
 
 from torch import Tensor
 
@@ -15,7 +16,24 @@ from gptoss_kernels.contracts import Dispatched
 from gptoss_kernels.fp8 import BLOCK, SWIGLU_GROUP, Fp8Weight
 from gptoss_kernels.mxfp4 import Mxfp4Weight
 
-__all__ = ["Fp8Operators", "Fp8Weight", "Mxfp4Weight", "Operators", "load", "load_fp8"]
+Gemm = Literal["cuda", "triton", "deepgemm", "reference"]
+GEMMS = get_args(Gemm)
+_MODULES = {
+    "cuda": "gptoss_kernels.cuda.operators",
+    "triton": "gptoss_kernels.triton_lang.operators",
+    "deepgemm": "gptoss_kernels.deepgemm",
+}
+
+__all__ = [
+    "GEMMS",
+    "Fp8Operators",
+    "Fp8Weight",
+    "Gemm",
+    "Mxfp4Weight",
+    "Operators",
+    "load",
+    "load_fp8",
+]
 
 
 class Operators(Protocol):
@@ -157,17 +175,23 @@ class Fp8Operators(Protocol):
     def combine(self, outputs: Tensor, rows: Tensor, chosen_weights: Tensor) -> Tensor: ...
 
 
-def load_fp8(gemm: str) -> Fp8Operators:
-    """The FP8 operators of one implementation; only "reference" runs without a Hopper GPU."""
-    match gemm:
-        case "reference":
-            return reference
-    raise ValueError(f"gemm must be reference, got {gemm!r}")
+def load_fp8(gemm: Gemm) -> Fp8Operators:
+    """The FP8 operators of one implementation; only "reference" runs without a GPU.
+
+    "cuda" needs Hopper and NVRTC, "triton" a GPU that multiplies e4m3, "deepgemm" Hopper and that
+    library. Nothing is imported, and nothing compiled, for the others.
+    """
+    if gemm == "reference":
+        return reference
+    if gemm not in GEMMS:
+        raise ValueError(f"gemm must be one of {', '.join(GEMMS)}, got {gemm!r}")
+    return importlib.import_module(_MODULES[gemm])  # pyright: ignore[reportReturnType]
 
 
-def load(implementation: Literal["reference"]) -> Operators:
-    """The operators of one implementation; "reference" runs anywhere that torch runs."""
-    match implementation:
-        case "reference":
-            return reference
-    raise ValueError(f"unknown operator implementation {implementation!r}")
+def load(gemm: Gemm = "reference") -> Operators:
+    """The operators of the model, products of FP8 weights and what feeds them by `gemm`."""
+    if gemm == "reference":
+        return reference
+    from gptoss_kernels.composed import ComposedOperators
+
+    return ComposedOperators(load_fp8(gemm))

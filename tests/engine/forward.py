@@ -43,8 +43,8 @@ def logits_of_all(
         dtype=weights.embedding.dtype,
         device=weights.embedding.device,
     )
-    table = rope_table(config, num_tokens, operators)
+    table = rope_table(config, num_tokens, operators).to(weights.embedding.device)
     model = GptOss(config, weights, table)
     with torch.inference_mode():
         hidden = model.forward(batch, cache, operators)
-        return model.logits(hidden, torch.arange(num_tokens), operators)
+        return model.logits(hidden, torch.arange(num_tokens, device=hidden.device), operators)

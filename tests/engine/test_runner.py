@@ -12,16 +12,19 @@ from torch import Tensor
 
 from gptoss_engine.checkpoints.checkpoint import Checkpoint
 from gptoss_engine.checkpoints.convert import convert
+from gptoss_engine.checkpoints.random_checkpoint import RandomCheckpoint
 from gptoss_engine.config import EngineConfig, InvalidConfig
 from gptoss_engine.engine import Engine
+from gptoss_engine.loading import load_weights
 from gptoss_engine.model_config import InvalidCheckpoint
-from gptoss_engine.runner import Runner, load_runner
+from gptoss_engine.runner import Runner, choose_gemm, load_runner
 from gptoss_engine.sequence import ScheduledItem, Sequence
 from gptoss_engine.types import GenerationRequest, SamplingParams
-from gptoss_kernels.ops import Fp8Weight, Mxfp4Weight, Operators
+from gptoss_kernels.ops import GEMMS, Fp8Weight, Gemm, Mxfp4Weight, Operators, load
 from gptoss_kernels.testing import rel_error
 
 from ..tiny_checkpoint import TinyCheckpoint, write_converted
+from .forward import logits_of_all
 from .stepping import GREEDY, Stepper, outputs, sequence, tiny_runner
 
 PROMPTS = [
@@ -349,6 +352,30 @@ def test_what_cannot_be_loaded_is_a_sentence(tiny_checkpoint: TinyCheckpoint, tm
     if not torch.cuda.is_available():
         with pytest.raises(InvalidConfig, match="no CUDA device was found"):
             load_runner(EngineConfig(model=str(tiny_checkpoint.original), device="cuda"))
+
+
+def test_kernels_for_gpus_are_refused_where_they_cannot_run(tiny_checkpoint: TinyCheckpoint):
+    folder = tiny_checkpoint.original
+    assert choose_gemm(EngineConfig(), torch.device("cpu"), torch.float32) == "reference"
+    with pytest.raises(InvalidConfig, match="gemm must be auto or reference on a cpu, got cuda"):
+        tiny_runner(folder, gemm="cuda")
+    with pytest.raises(InvalidConfig, match="gemm triton needs dtype bfloat16, got float32"):
+        choose_gemm(EngineConfig(gemm="triton"), torch.device("cuda"), torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gemm", [name for name in GEMMS if name != "reference"])
+def test_logits_by_kernels_are_those_of_the_reference(gemm: Gemm):
+    """In FP8 a sum's last bit can turn a rounding in the next layer, hence the wide bound."""
+    made = RandomCheckpoint("tiny")
+    weights = load_weights(made, "fp8", torch.bfloat16, torch.device("cuda"))
+    token_ids = [(7 * i * i) % 512 for i in range(300)]
+    expected = logits_of_all(made.config, weights, token_ids).float()
+    logits = logits_of_all(made.config, weights, token_ids, load(gemm)).float()
+    assert rel_error(logits, expected) < 0.1
+    # Biases of other experts are no rounding.
+    weights.layers[1].w2_bias.copy_(weights.layers[1].w2_bias.roll(1, 0))
+    assert rel_error(logits_of_all(made.config, weights, token_ids, load(gemm)), expected) > 0.1
 
 
 @pytest.mark.parametrize("weights", ["bf16", "fp8"])

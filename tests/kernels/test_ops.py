@@ -1,8 +1,11 @@
 import inspect
 
 import pytest
+import torch
 
 from gptoss_kernels import ops, reference
+from gptoss_kernels.composed import ComposedOperators
+from gptoss_kernels.fp8 import Fp8Weight, quantise_weight
 
 
 def test_the_reference_has_every_operator_with_the_signature_that_the_engine_calls():
@@ -14,6 +17,45 @@ def test_the_reference_has_every_operator_with_the_signature_that_the_engine_cal
             assert getattr(operators, name) is getattr(reference, name)
 
 
+@pytest.mark.parametrize("gemm", ops.GEMMS)
+def test_every_implementation_takes_what_the_protocol_of_fp8_operators_says(gemm: ops.Gemm):
+    implementation = ops.load_fp8(gemm)
+    for name, declared in inspect.getmembers(ops.Fp8Operators, inspect.isfunction):
+        if not name.startswith("_"):
+            own = inspect.signature(getattr(implementation, name)).parameters
+            for parameter in [*inspect.signature(declared).parameters.values()][1:]:
+                assert own[parameter.name] == parameter, f"{gemm} {name}"
+
+
 def test_an_unknown_implementation_is_refused():
-    with pytest.raises(ValueError, match="'cuda_graphs'"):
-        ops.load("cuda_graphs")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="one of cuda, triton, deepgemm, reference, got 'cublas'"):
+        ops.load("cublas")  # type: ignore[arg-type]
+
+
+def random_weight(*shape: int) -> Fp8Weight:
+    parts = [quantise_weight(torch.randn(shape[-2:])) for _ in range(shape[0])]
+    return Fp8Weight(torch.stack([p.values for p in parts]), torch.stack([p.scale for p in parts]))
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 5, 40])
+def test_composed_operators_compute_what_the_reference_does(num_tokens: int):
+    composed = ComposedOperators(reference)
+    hidden, inner, num_experts = 192, 144, 6
+    x = torch.randn(num_tokens, hidden).bfloat16()
+    weight = quantise_weight(torch.randn(136, hidden))
+    bias = torch.randn(136)
+    assert torch.equal(composed.linear(x, weight, bias), reference.linear(x, weight, bias))
+
+    chosen = torch.rand(num_tokens, num_experts).topk(3).indices
+    arguments = (
+        *(x, chosen, torch.rand(num_tokens, 3).bfloat16()),
+        *(random_weight(num_experts, 2 * inner, hidden), torch.randn(num_experts, 2 * inner)),
+        *(random_weight(num_experts, hidden, inner), torch.randn(num_experts, hidden)),
+    )
+    options = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+    expected = reference.experts(*arguments, **options)
+    assert torch.equal(composed.experts(*arguments, **options), expected)
+    # Another expert's bias is no rounding.
+    arguments[6].copy_(arguments[6].roll(1, 0))
+    if num_tokens:
+        assert not torch.allclose(composed.experts(*arguments, **options), expected)
