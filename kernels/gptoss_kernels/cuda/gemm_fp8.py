@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -104,15 +104,35 @@ class Tile:
             "SHARED_BYTES": self.shared_bytes,
         }
 
+    @property
+    def spec(self) -> runtime.KernelSpec:
+        return runtime.KernelSpec(
+            self.source,
+            files=("gemm_fp8.cuh", f"{self.source}.cu"),
+            defines=tuple(self.defines.items()),
+            generated=runtime.wgmma_source(self.columns),
+            shared_bytes=self.shared_bytes,
+            variant=self.variant,
+        )
+
+    @property
+    def variant(self) -> str:
+        """For people: rows x columns, and what is not as by default."""
+        others = [
+            f"{field.name}={getattr(self, field.name)}"
+            for field in fields(self)
+            if field.name not in ("columns", "m_groups", "waves")
+            and getattr(self, field.name) != field.default
+        ]
+        return " ".join([f"{self.rows}x{self.columns}", *others])
+
     def compile(self) -> runtime.Cubin:
-        generated = runtime.wgmma_source(self.columns)
-        source = runtime.kernel_source("gemm_fp8.cuh", f"{self.source}.cu", generated=generated)
-        return runtime.compile_source(source, self.defines)
+        return self.spec.compile()
 
 
 @functools.cache
 def kernel(tile: Tile, device: int) -> runtime.Kernel:
-    return runtime.Kernel(tile.compile(), tile.source, tile.shared_bytes, device)
+    return runtime.load(tile.spec, device)
 
 
 class Arguments(ctypes.Structure):

@@ -1,180 +1,44 @@
-"""CUDA C++ from this folder, compiled by NVRTC at first use, cached on disk, launched cheaply.
+"""Hopper kernels on a GPU: loaded once, described to the copy engine, launched cheaply.
 
-Compiling needs `cuda-bindings` and `nvidia-cuda-nvrtc` (both come with PyTorch for CUDA) and
-neither a GPU nor a driver. The driver itself is called through ctypes: that costs a launch less
-time than any binding, and lets a tensor map lie on the 64-byte boundary that the driver demands.
+The driver is called through ctypes: that costs a launch less time than any binding, and lets a
+tensor map lie on the 64-byte boundary that the driver demands. compiler.py makes the machine code.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import importlib
-import os
-import re
-import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
-ARCHITECTURE = "sm_90a"
-MINIMUM_DRIVER = (13, 0)
-MAXIMUM_SHARED_BYTES = 232_448
-
-_FOLDER = Path(__file__).parent
-_FLAGS = (
-    f"--gpu-architecture={ARCHITECTURE}",
-    "--std=c++17",
-    "--ptxas-options=-v",
-    "--no-cache",  # NVRTC's own: what comes from there has no log
+from gptoss_kernels.cuda.compiler import (
+    MAXIMUM_SHARED_BYTES,
+    Cubin,
+    CudaError,
+    KernelSpec,
+    compile_source,
+    kernel_source,
+    wgmma_source,
 )
 
+__all__ = [
+    "MAXIMUM_SHARED_BYTES",
+    "Cubin",
+    "CudaError",
+    "Kernel",
+    "KernelSpec",
+    "Launch",
+    "TensorMap",
+    "compile_source",
+    "kernel_source",
+    "load",
+    "require_hopper",
+    "tensor_map",
+    "wgmma_source",
+]
 
-class CudaError(RuntimeError):
-    """The compiler or the driver refused; the message says what and why."""
-
-
-# ---- compiling ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Cubin:
-    """Machine code of one kernel, and what the assembler said about it."""
-
-    image: bytes
-    registers: int
-    stack_bytes: int
-    spill_bytes: int
-    warnings: tuple[str, ...]
-
-
-def cache_folder() -> Path:
-    """Compiled kernels: in $GPTOSS_CACHE, else $XDG_CACHE_HOME/gptoss, else ~/.cache/gptoss."""
-    if folder := os.environ.get("GPTOSS_CACHE"):
-        return Path(folder) / "kernels"
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared) if shared else Path.home() / ".cache") / "gptoss" / "kernels"
-
-
-def wgmma_source(columns: int) -> str:
-    """`wgmma_e4m3<columns>`: 64 x columns x 32, both matrices in shared memory, sums in fp32.
-
-    The instruction names each of its accumulators, which no template can do.
-    """
-    count = columns // 2
-    registers = ", ".join(f"%{i}" for i in range(count))
-    operands = ", ".join(f'"+f"(sums[{i}])' for i in range(count))
-    return f"""
-template <int COLUMNS>
-__device__ __forceinline__ void wgmma_e4m3(float (&sums)[COLUMNS / 2], uint32_t a, uint32_t b,
-                                           int accumulate);
-template <>
-__device__ __forceinline__ void wgmma_e4m3<{columns}>(float (&sums)[{count}], uint32_t a,
-                                                      uint32_t b, int accumulate) {{
-    asm volatile(
-        "{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"
-        "wgmma.mma_async.sync.aligned.m64n{columns}k32.f32.e4m3.e4m3 {{{registers}}}, "
-        "%{count}, %{count + 1}, p, 1, 1;\\n}}"
-        : {operands}
-        : "l"(MATRIX_DESCRIPTOR_HIGH | a), "l"(MATRIX_DESCRIPTOR_HIGH | b), "r"(accumulate));
-}}
-"""
-
-
-def compile_source(source: str, defines: Mapping[str, int]) -> Cubin:
-    """Compile `source` for Hopper, from the disk cache if it was compiled before."""
-    nvrtc = _nvrtc()
-    flags = [*_FLAGS, *(f"-D{name}={value}" for name, value in sorted(defines.items()))]
-    version = _check_nvrtc(nvrtc.nvrtcVersion())
-    key = hashlib.sha256(repr((source, flags, version)).encode()).hexdigest()[:32]
-    image_path = cache_folder() / f"{key}.cubin"
-    log_path = image_path.with_suffix(".log")
-    if image_path.exists() and log_path.exists():
-        return _cubin(image_path.read_bytes(), log_path.read_text())
-
-    (program,) = _check_nvrtc(nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
-    try:
-        encoded = [flag.encode() for flag in flags]
-        status = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)[0]
-        log = _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
-        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            raise CudaError(f"NVRTC refused a kernel ({status.name}):\n{log.decode()}")
-        image = _read(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
-    finally:
-        nvrtc.nvrtcDestroyProgram(program)
-    text = log.decode().rstrip("\0")
-    # The log first: whoever finds the image finds the log too.
-    _write(log_path, text.encode())
-    _write(image_path, image)
-    return _cubin(image, text)
-
-
-def kernel_source(*names: str, generated: str = "") -> str:
-    """The text of these files below what every kernel here shares and what Python generated."""
-    return "".join(
-        [
-            (_FOLDER / "hopper.cuh").read_text(),
-            generated,
-            *((_FOLDER / name).read_text() for name in names),
-        ]
-    )
-
-
-def _nvrtc() -> Any:
-    try:
-        nvrtc = importlib.import_module("cuda.bindings.nvrtc")
-        nvrtc.nvrtcVersion()  # loads the library, which is a package of its own
-    except (ImportError, RuntimeError) as error:
-        raise CudaError(
-            "Hopper kernels are compiled by NVRTC, which is not installed: "
-            "pip install 'gptoss-backend[gpu]'"
-        ) from error
-    return nvrtc
-
-
-def _check_nvrtc(answer: tuple[Any, ...]) -> tuple[Any, ...]:
-    if answer[0].value != 0:
-        raise CudaError(f"NVRTC failed with {answer[0].name}")
-    return answer[1:]
-
-
-def _read(size: Any, content: Any, program: Any) -> bytes:
-    (length,) = _check_nvrtc(size(program))
-    buffer = bytes(bytearray(length + 1))  # NVRTC writes into it: never a bytes object in use
-    _check_nvrtc(content(program, buffer))
-    return buffer[:length]
-
-
-def _write(path: Path, content: bytes) -> None:
-    """In one step, since several ranks may compile the same kernel at the same time."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(content)
-    os.replace(file.name, path)
-
-
-def _cubin(image: bytes, log: str) -> Cubin:
-    def number(pattern: str) -> int:
-        return sum(int(found) for found in re.findall(pattern, log))
-
-    return Cubin(
-        image=image,
-        registers=number(r"Used (\d+) registers"),
-        stack_bytes=number(r"(\d+) bytes stack frame"),
-        spill_bytes=number(r"(\d+) bytes spill (?:stores|loads)"),
-        warnings=tuple(
-            line
-            for line in log.splitlines()
-            if "warning" in line.lower() or "Performance Loss" in line
-        ),
-    )
-
-
-# ---- driver ------------------------------------------------------------------------------------
+MINIMUM_DRIVER = (13, 0)
 
 _SHARED_BYTES_ATTRIBUTE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _DEPENDENT_LAUNCH = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -305,6 +169,15 @@ class Kernel:
                 ),
                 f"give the kernel {name} {shared_bytes} bytes of shared memory",
             )
+
+
+@functools.cache
+def load(spec: KernelSpec, device: int) -> Kernel:
+    """The kernel on that GPU; compiled, or read from the disk cache, and loaded at the first use.
+
+    So its first use is not under capture: see Kernel.
+    """
+    return Kernel(spec.compile(), spec.name, spec.shared_bytes, device)
 
 
 class Launch:
