@@ -3,7 +3,7 @@
     python tools/fidelity_ablations.py --output results.jsonl
 
 The rows of docs/FIDELITY.md that `gptoss evaluate` cannot make: it compares two modes of one
-checkpoint, and here weights of two modes are mixed, or the groups behind SwiGLU are wider.
+checkpoint, and here weights of two modes are mixed, or the groups behind SwiGLU are narrower.
 """
 
 import argparse
@@ -48,9 +48,9 @@ def main() -> None:
     bf16, fp8 = load("bf16"), load("fp8")
     record = Record.make(config, bf16, passages, operators, "bf16")
     for name, weights, group in (
-        ("the attention's weights, no activations", mixed(bf16, fp8, attention_widened), 64),
-        ("qkv alone", mixed(bf16, fp8, lambda layer: {"qkv": layer.qkv}), 64),
-        ("everything, SwiGLU in groups of 128", fp8, 128),
+        ("the attention's weights, no activations", mixed(bf16, fp8, attention_widened), 128),
+        ("qkv alone", mixed(bf16, fp8, lambda layer: {"qkv": layer.qkv}), 128),
+        ("everything, SwiGLU in groups of 64", fp8, 64),
     ):
         with swiglu_group(group):
             found = measure(record, weights, passages, operators, name)

@@ -1,8 +1,7 @@
 """FP8 (e4m3) with scales: dequantised = values * scale.
 
-A weight has one fp32 scale a block of 128 x 128; an activation one a row and a group along K, 128
-wide, or SWIGLU_GROUP behind SwiGLU. Weights are quantised here, once; activations by the operator
-`quantise`, in every step.
+A weight has one fp32 scale a block of 128 x 128, an activation one a row and a group of 128 along
+K. Weights are quantised here, once; activations by the operator `quantise`, in every step.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 128  # rows and columns of a weight that share one scale, and the width of a group
-SWIGLU_GROUP = 64  # what one tile of the expert's first product holds after SwiGLU
+SWIGLU_GROUP = 128  # behind SwiGLU, where the operators take groups of 64 as well
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 

@@ -119,7 +119,7 @@ def linear_fp8(
     residual is added last, before the sum is rounded to dtype.
     """
     (num_tokens, width), num_rows = x.shape, weight.shape[0]
-    group = BLOCK if x_scale.shape[1] == num_blocks(width) else SWIGLU_GROUP
+    group = BLOCK if x_scale.shape[1] == num_blocks(width) else 64
     assert weight.shape[1] == width
     assert x_scale.shape == (num_tokens, -(-width // group))
     assert weight_scale.shape == (num_blocks(num_rows), num_blocks(width))
@@ -383,7 +383,7 @@ def grouped_swiglu_fp8(
 
     Expert e owns the rows expert_start[e] : expert_start[e + 1]. x e4m3 [R, H], x_scale fp32
     [R, ceil(H / 128)]; weight e4m3 [E, 2 I, H], gate and up rows interleaved, weight_scale fp32
-    [E, ceil(2 I / 128), ceil(H / 128)]; bias [E, 2 I]
+    [E, ceil(2 I / 128), ceil(H / 128)]; bias [E, 2 I]; group 128 or 64
     -> values e4m3 [R, I], scale fp32 [R, ceil(I / group)].
     """
     inner = _grouped(x, x_scale, expert_start, weight, weight_scale, bias, torch.float32)

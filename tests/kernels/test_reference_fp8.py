@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gptoss_kernels import reference
-from gptoss_kernels.fp8 import E4M3, SWIGLU_GROUP, Fp8Weight, num_blocks
+from gptoss_kernels.fp8 import E4M3, Fp8Weight, num_blocks
 from gptoss_kernels.mxfp4 import Mxfp4Weight, block_scale, dequantise
 from gptoss_kernels.testing import rel_error
 
@@ -381,13 +381,10 @@ def swiglu_formula(x: Tensor) -> Tensor:
     return gate / (1 + (-ALPHA * gate).exp()) * (up + 1)
 
 
-def grouped_swiglu_fp8(case: Grouped) -> tuple[Tensor, Tensor]:
-    return reference.grouped_swiglu_fp8(*case.inputs, alpha=ALPHA, limit=LIMIT)
-
-
+@GROUPS
 @EVERY_COUNT
-def test_grouped_linear_fp8(counts: list[int]):
-    case = Grouped.random(counts, 136, 192, group=64)
+def test_grouped_linear_fp8(counts: list[int], group: int):
+    case = Grouped.random(counts, 136, 192, group)
     out = reference.grouped_linear_fp8(*case.inputs, dtype=torch.float32)
     assert rel_error(out, case.formula()) < BOUND
     assert torch.equal(reference.grouped_linear_fp8(*case.inputs), out.bfloat16())
@@ -395,17 +392,20 @@ def test_grouped_linear_fp8(counts: list[int]):
         assert rel_error(wrong.formula(), case.formula()) > 0.01
 
 
+@GROUPS
 @EVERY_COUNT
-def test_grouped_swiglu_fp8(counts: list[int]):
+def test_grouped_swiglu_fp8(counts: list[int], group: int):
     """Within what quantising costs: half of the last of four bits, or of the least number."""
     case = Grouped.random(counts, 2 * 136, 192, group=128)
-    values, scale = grouped_swiglu_fp8(case)
+    values, scale = reference.grouped_swiglu_fp8(
+        *case.inputs, alpha=ALPHA, limit=LIMIT, group=group
+    )
     assert (values.dtype, values.shape) == (E4M3, (sum(counts), 136))
-    assert (scale.dtype, scale.shape) == (torch.float32, (sum(counts), 3))
+    assert (scale.dtype, scale.shape) == (torch.float32, (sum(counts), -(-136 // group)))
     exact = swiglu_formula(case.formula())
-    for group, of_group in enumerate(exact.split(64, dim=1)):
-        assert torch.allclose(scale[:, group].double() * 448, of_group.abs().amax(1), rtol=1e-5)
-    spread = by_group(scale, 136, SWIGLU_GROUP)
+    for index, of_group in enumerate(exact.split(group, dim=1)):
+        assert torch.allclose(scale[:, index].double() * 448, of_group.abs().amax(1), rtol=1e-5)
+    spread = by_group(scale, 136, group)
 
     def exceeds(out: Tensor) -> bool:
         allowed = out.abs() * (1 / 16 + 1e-5) + spread * 2.0**-10
@@ -417,15 +417,16 @@ def test_grouped_swiglu_fp8(counts: list[int]):
 
 
 def test_what_grouped_swiglu_fp8_is_made_of():
-    """Quantised is what fp32 holds, never rounded to bf16 before."""
+    """Quantised is what fp32 holds, never rounded to bf16 before; in groups of 128 unless told."""
     case = Grouped.random([9, 0, 0, 0], 2 * 136, 192, group=128)
+    expected = reference.grouped_swiglu_fp8(*case.inputs, alpha=ALPHA, limit=LIMIT)
     inner = Linear(case.x, case.x_scale, case.weight[0], case.weight_scale[0], case.bias[0])
     for dtype in (torch.float32, torch.bfloat16):
         product = reference.swiglu(inner.operator(dtype), ALPHA, LIMIT)
-        values, scale = reference.quantise(product, SWIGLU_GROUP)
-        is_equal = torch.equal(scale, grouped_swiglu_fp8(case)[1])
+        values, scale = reference.quantise(product, 128)
+        is_equal = torch.equal(scale, expected[1])
         assert is_equal == (dtype == torch.float32)
-        assert same_bytes(values, grouped_swiglu_fp8(case)[0]) == is_equal
+        assert same_bytes(values, expected[0]) == is_equal
 
 
 # --- experts ---
