@@ -52,7 +52,7 @@ def load_weights(
 ) -> Weights:
     """Reads the rank's part of every tensor into its place: no second copy of the model.
 
-    dtype: of what is neither FP8 nor MXFP4. Raises InvalidConfig where the source has no such
+    dtype: of dense weights and their biases. Raises InvalidConfig where the source has no such
     weights, the memory is too small or the ranks do not divide the model; blocks that FP8
     cannot hold exactly are counted in a warning. Raises InvalidCheckpoint at a damaged tensor.
     """
@@ -165,6 +165,11 @@ class _Plan:
         weight = name.removesuffix("_bias")
         return len(self._parts[name].rows) > 1 and self._forms[weight] == "fp8"
 
+    def _is_added_in_fp32(self, name: str) -> bool:
+        """A bias to an FP8 product's sums; a dense product wants it in its own dtype."""
+        weight = name.removesuffix("_bias")
+        return weight != name and self._forms[weight] != "dense"
+
     def _empty(self, name: str, device: torch.device) -> Weight:
         shape = self._parts[name].shape(self._is_padded(name))
         empty = partial(torch.empty, device=device)
@@ -177,7 +182,7 @@ class _Plan:
                 scales = empty(groups, dtype=torch.uint8)
                 return Mxfp4Weight(blocks, scales, empty(_blocks(shape)))
         field = name.split(".")[-1]
-        if field in KEPT_IN_FP32:
+        if field in KEPT_IN_FP32 or self._is_added_in_fp32(name):
             return empty(shape, dtype=torch.float32)
         if field == "unembedding" and device.type == "cpu":
             # Stored by columns: a CPU multiplies one row with it three times as fast (5 against

@@ -13,7 +13,8 @@ Weight = Tensor | Fp8Weight | Mxfp4Weight
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer. Norms and sinks are fp32, all other plain tensors in the model's dtype.
+    """One layer. Norms, sinks and the biases of FP8 and MXFP4 weights are fp32, all other plain
+    tensors in the model's dtype.
 
     attention_norm, mlp_norm, out_bias [H]; qkv [(N + 2 KV) D, H], in the order q, k, v, and
     qkv_bias; sinks [N]; out [H, N D]; router [E, H] and router_bias [E]; w13 [E, 2 I, H], gate and

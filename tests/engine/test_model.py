@@ -2,6 +2,7 @@
 as golden values (tools/make_golden.py)."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from gptoss_engine.batch import Batch
 from gptoss_engine.checkpoints.checkpoint import Checkpoint
+from gptoss_engine.checkpoints.tensor_source import WeightMode
 from gptoss_engine.kv_cache import KVCache
 from gptoss_engine.loading import load_weights
 from gptoss_engine.model import GptOss, rope_table
@@ -19,6 +21,7 @@ from gptoss_engine.model_config import ModelConfig
 from gptoss_engine.sequence import PageTables, ScheduledItem, ScheduledStep
 from gptoss_engine.weights import Weights
 from gptoss_kernels import ops
+from gptoss_kernels.fp8 import E4M3
 from gptoss_kernels.testing import rel_error
 
 from ..tiny_checkpoint import TinyCheckpoint
@@ -143,6 +146,26 @@ def test_a_sink_scaled_like_a_score_shows(
     sinks = weights.layers[0].sinks
     sinks.copy_(sinks * 0.125)
     assert rel_error(logits_of(config, weights, token_ids), expected) > 5 * BOUND
+
+
+@pytest.mark.parametrize("mode", ["fp8", "mxfp4"])
+def test_biases_in_fp32_give_the_bits_that_they_give_in_bf16(
+    tiny_checkpoint: TinyCheckpoint, token_ids: list[int], mode: WeightMode
+):
+    checkpoint = Checkpoint(tiny_checkpoint.original)
+    weights = load_weights(checkpoint, mode, torch.bfloat16, CPU)
+
+    def logits(changed: Callable[[Tensor], Tensor]) -> Tensor:
+        names = ("qkv_bias", "out_bias", "w13_bias", "w2_bias")
+        layers = [
+            replace(layer, **{name: changed(getattr(layer, name)) for name in names})
+            for layer in weights.layers
+        ]
+        return logits_of(checkpoint.config, replace(weights, layers=tuple(layers)), token_ids[:150])
+
+    expected = logits(lambda bias: bias)
+    assert torch.equal(logits(torch.Tensor.bfloat16), expected)
+    assert not torch.equal(logits(lambda bias: bias.to(E4M3).float()), expected)
 
 
 @pytest.fixture(scope="module")

@@ -151,6 +151,33 @@ def test_mxfp4_needs_a_folder_that_holds_it(folders: dict[str, Path], layout: st
         load(folders[layout], "mxfp4")
 
 
+BIASES = ("qkv_bias", "out_bias", "w13_bias", "w2_bias")
+
+
+@pytest.mark.parametrize(
+    ("layout", "mode", "in_fp32"),
+    [
+        ("huggingface", "bf16", ()),
+        ("huggingface", "fp8", BIASES),
+        ("huggingface", "mxfp4", BIASES),
+        ("fp8", "fp8", BIASES),
+        ("fp8 but for the attention", "fp8", BIASES[2:]),
+    ],
+)
+def test_a_bias_to_an_fp8_product_is_widened_to_fp32(
+    folders: dict[str, Path], tmp_path: Path, layout: str, mode: WeightMode, in_fp32: tuple
+):
+    converted = write_converted(tmp_path, SIZE, fp8=())
+    loaded = load(folders.get(layout, converted), mode, torch.bfloat16)
+    published = load(folders["original"], "bf16", torch.bfloat16)
+    for name in (*BIASES, "router_bias"):
+        bias, expected = loaded[f"layers.1.{name}"], published[f"layers.1.{name}"]
+        assert isinstance(bias, Tensor)
+        assert isinstance(expected, Tensor)
+        assert bias.dtype == (torch.float32 if name in in_fp32 else torch.bfloat16)
+        assert torch.equal(bias.double(), expected.double())
+
+
 @pytest.mark.parametrize(
     ("mode", "experts", "bytes_an_element"),
     [("mxfp4", "mxfp4", 17 / 32), ("fp8", "mxfp4", 1), ("bf16", "mxfp4", 2)],
@@ -163,11 +190,12 @@ def test_resident_bytes_are_those_of_the_mode(
     elements = 2 * 3 * 1024 * 512
     scales = 0 if mode == "bf16" else 4 * elements // 128**2
     assert weights.expert_bytes == elements * bytes_an_element + scales
-    biases, vectors = 2 * (2 * 512 + 1024), 3 * 4 * 1024 + 64 * 4
+    biases = (2 if mode == "bf16" else 4) * (5120 + 1024 + 2 * (2 * 512 + 1024))
+    vectors = 3 * 4 * 1024 + 64 * 4
     attention = (5120 + 4096) * 1024
     attention = attention * 2 if mode == "bf16" else attention + attention // 128**2 * 4
-    others = 2 * (5120 + 1024 + 2 * 1024 + 2 + 2 * 16 * 1024 + biases)
-    assert weights.num_bytes == weights.expert_bytes + vectors + attention + others
+    others = 2 * (2 * 1024 + 2 + 2 * 16 * 1024)
+    assert weights.num_bytes == weights.expert_bytes + biases + vectors + attention + others
 
 
 def spread(source: MemorySource, name: str, *groups: tuple[int, int]) -> None:
@@ -238,7 +266,7 @@ def test_what_does_not_fit_is_refused_with_figures(monkeypatch: pytest.MonkeyPat
         load_weights(made, "bf16", torch.bfloat16, CPU)
     assert str(refused.value) == (
         "the weights of memory take 451.6 MB with weights bf16 and 200.0 MB of memory are free on "
-        "cpu; they would take 226.1 MB with weights fp8 and 132.8 MB with weights mxfp4"
+        "cpu; they would take 226.2 MB with weights fp8 and 132.9 MB with weights mxfp4"
     )
     assert made.tensors == {}
     with pytest.raises(
