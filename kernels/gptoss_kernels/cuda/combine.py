@@ -1,0 +1,107 @@
+"""out[t] = sum over k of chosen_weights[t, k] * outputs[rows[t, k]], in fp32 in the order of k
+
+bf16 in and out. Memory-bound: reads 2TKH bytes, writes 2TH. The kernel is combine.cu; how it
+divides rows is in rows.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from gptoss_kernels import contracts
+from gptoss_kernels.cuda import runtime
+from gptoss_kernels.cuda.gemm_fp8 import launch
+from gptoss_kernels.cuda.rows import RowLayout, check_layout, check_row_matrix, row_spec
+
+MAXIMUM_CHOSEN = 8
+
+_FEW_TOKENS = 256
+_VECTORS_UNDER_WAY = 8  # of the rows that a lane adds up, where there are many tokens
+
+
+def combine(
+    outputs: Tensor,
+    rows: Tensor,
+    chosen_weights: Tensor,
+    *,
+    out: Tensor | None = None,
+    layout: RowLayout | None = None,
+) -> Tensor:
+    """The sums in bf16 [T, H], written to `out` if it is given.
+
+    `outputs` [R, H] bf16, H a multiple of 16; `rows` int32 and `chosen_weights` bf16 [T, K], K up
+    to 8, as dispatch_fp8 and route give them. A row outside 0 .. R - 1 is not read: its token
+    becomes NaN. Raises ValueError on anything else but the values of `rows`, which stay on the
+    device, and runtime.CudaError where there is no Hopper GPU.
+    """
+    if out is None:
+        if outputs.dim() != 2 or rows.dim() != 2:
+            raise ValueError(
+                f"outputs must be [R, H] and rows [T, K], got {list(outputs.shape)} and "
+                f"{list(rows.shape)}"
+            )
+        out = outputs.new_empty(rows.shape[0], outputs.shape[1])
+    tensors = (outputs, rows, chosen_weights, out)
+    if rows.shape[0] == 0:
+        _check(*tensors)
+    else:
+        launch(("combine", layout), tensors, lambda: _prepare(layout, *tensors))
+    return out
+
+
+def spec(layout: RowLayout, num_chosen: int) -> runtime.KernelSpec:
+    return row_spec("combine", layout, CHOSEN=num_chosen)
+
+
+class _Arguments(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("outputs", "rows", "chosen_weights", "out")),
+        *((name, ctypes.c_int) for name in ("num_tokens", "num_rows", "columns")),
+        *((name, ctypes.c_longlong) for name in ("outputs_stride", "out_stride")),
+    )
+
+
+def choose_combine_layout(num_tokens: int, columns: int, num_chosen: int) -> RowLayout:
+    if num_tokens <= _FEW_TOKENS:
+        return RowLayout.of(columns, vectors=1)
+    return RowLayout.of(columns, vectors=max(1, _VECTORS_UNDER_WAY // num_chosen), threads=128)
+
+
+def _check(outputs: Tensor, rows: Tensor, chosen_weights: Tensor, out: Tensor) -> None:
+    columns = outputs.shape[-1]
+    check_row_matrix("outputs", outputs, columns, outputs)
+    contracts.check_type("rows", rows, torch.int32, outputs)
+    if rows.dim() != 2 or not 0 < rows.shape[1] <= MAXIMUM_CHOSEN:
+        raise ValueError(f"rows must be [T, K], K from 1 to 8, got {list(rows.shape)}")
+    contracts.check_contiguous("rows", rows)
+    contracts.check_type("chosen_weights", chosen_weights, torch.bfloat16, outputs)
+    contracts.check_shape("chosen_weights", chosen_weights, tuple(rows.shape))
+    contracts.check_contiguous("chosen_weights", chosen_weights)
+    contracts.check_output("out", out, torch.bfloat16, (rows.shape[0], columns), outputs)
+    if rows.numel() and not len(outputs):
+        raise ValueError("outputs must have rows where there are tokens, got none")
+    contracts.check_gpu(outputs)
+
+
+def _prepare(
+    layout: RowLayout | None, outputs: Tensor, rows: Tensor, chosen_weights: Tensor, out: Tensor
+) -> runtime.Launch:
+    _check(outputs, rows, chosen_weights, out)
+    (num_tokens, num_chosen), (num_rows, columns) = rows.shape, outputs.shape
+    layout = layout or choose_combine_layout(num_tokens, columns, num_chosen)
+    check_layout(layout, columns)
+    return runtime.Launch(
+        runtime.load(spec(layout, num_chosen), outputs.device.index),
+        grid=-(-num_tokens // layout.rows),
+        threads=layout.threads,
+        arguments=(
+            _Arguments(
+                *(outputs.data_ptr(), rows.data_ptr(), chosen_weights.data_ptr(), out.data_ptr()),
+                *(num_tokens, num_rows, columns),
+                *(outputs.stride(0), out.stride(0)),
+            ),
+        ),
+    )

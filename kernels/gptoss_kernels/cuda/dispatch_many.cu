@@ -1,0 +1,94 @@
+// Many tokens, after dispatch_count: a block has a range of tokens, and each of its warps a part of
+// that, a token at a time. Where a warp's rows of an expert begin is known before it moves any.
+
+constexpr int AT_ONCE = 32 / CHOSEN;  // tokens whose choices fit the lanes
+
+// The rows of all experts before, of this one in blocks before, and of this one in warps before:
+// next[w][e] for this block's warps.
+__device__ __forceinline__ void find_rows(const Arguments& arguments, int (&next)[ROWS][BUCKETS],
+                                          int first, int end, const Place& place) {
+    __shared__ int start[BUCKETS], before[BUCKETS];
+    for (int e = threadIdx.x; e < BUCKETS; e += THREADS) {
+        start[e] = before[e] = 0;
+        for (int w = 0; w < ROWS; ++w) next[w][e] = 0;
+    }
+    __syncthreads();
+    for (int i = first * CHOSEN + place.lane; i < end * CHOSEN; i += 32)
+        atomicAdd(&next[place.row][expert_of(arguments, i)], 1);
+
+    wait_for_previous_kernels();
+    allow_next_kernel();
+    // Four experts a thread, in every n-th block.
+    constexpr int QUADS = BUCKETS / 4, STEP = THREADS / QUADS;
+    static_assert(STEP > 0);
+    if (threadIdx.x < STEP * QUADS) {
+        const int quad = threadIdx.x % QUADS;
+        int4 all = make_int4(0, 0, 0, 0), earlier = make_int4(0, 0, 0, 0);
+#pragma unroll 8
+        for (int block = threadIdx.x / QUADS; block < gridDim.x; block += STEP) {
+            const int4 counts =
+                reinterpret_cast<const int4*>(arguments.counts + block * BUCKETS)[quad];
+            const int mask = block < blockIdx.x ? -1 : 0;
+            all.x += counts.x, all.y += counts.y, all.z += counts.z, all.w += counts.w;
+            earlier.x += counts.x & mask, earlier.y += counts.y & mask;
+            earlier.z += counts.z & mask, earlier.w += counts.w & mask;
+        }
+        atomicAdd(&start[4 * quad], all.x), atomicAdd(&before[4 * quad], earlier.x);
+        atomicAdd(&start[4 * quad + 1], all.y), atomicAdd(&before[4 * quad + 1], earlier.y);
+        atomicAdd(&start[4 * quad + 2], all.z), atomicAdd(&before[4 * quad + 2], earlier.z);
+        atomicAdd(&start[4 * quad + 3], all.w), atomicAdd(&before[4 * quad + 3], earlier.w);
+    }
+    __syncthreads();
+    if (threadIdx.x < 32) exclusive_sums(start);
+    __syncthreads();
+    for (int e = threadIdx.x; e < BUCKETS; e += THREADS) {
+        if (blockIdx.x == 0 && e <= EXPERTS) arguments.expert_start[e] = start[e];
+        int row = start[e] + before[e];
+#pragma unroll
+        for (int w = 0; w < ROWS; ++w) {
+            const int count = next[w][e];
+            next[w][e] = row;
+            row += count;
+        }
+    }
+    __syncthreads();
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    dispatch_many(const __grid_constant__ Arguments arguments) {
+    static_assert(WARPS == 1);
+    __shared__ int next[ROWS][BUCKETS];
+    const Place place;
+    const int begin = first_token(arguments.num_tokens, blockIdx.x, gridDim.x);
+    const int count = first_token(arguments.num_tokens, blockIdx.x + 1, gridDim.x) - begin;
+    int token = begin + first_token(count, place.row, ROWS);
+    const int end = begin + first_token(count, place.row + 1, ROWS);
+    find_rows(arguments, next, token, end, place);
+
+    const uint32_t lanes_before = (1u << place.lane) - 1;
+    while (token < end) {
+        const int tokens = min(AT_ONCE, end - token);
+        const bool has_choice = place.lane < tokens * CHOSEN;
+        const int choice = token * CHOSEN + place.lane;
+        const int expert = has_choice ? expert_of(arguments, choice) : -1;
+        const uint32_t same = __match_any_sync(ALL_LANES, expert);
+        const int rank = __popc(same & lanes_before);
+        int row = 0;
+        if (has_choice) {
+            row = next[place.row][expert] + rank;
+            arguments.rows[choice] = row;
+        }
+        __syncwarp();
+        if (has_choice && rank == 0) next[place.row][expert] = row + __popc(same);
+        __syncwarp();
+        for (int i = 0; i < tokens; ++i, ++token) {
+            Row x;
+            x.load(arguments.x + token * arguments.x_stride, arguments.columns, place);
+            const Quantised<128> quantised(x, place);
+#pragma unroll
+            for (int k = 0; k < CHOSEN; ++k)
+                store_token(quantised, arguments,
+                            __shfl_sync(ALL_LANES, row, i * CHOSEN + k), place);
+        }
+    }
+}

@@ -1,0 +1,172 @@
+"""hidden <- hidden + update;  out = hidden * rsqrt(mean(hidden^2) + eps) * weight
+
+In bf16 (rms_norm), or quantised from there in groups of 128 (rms_norm_fp8), all between in fp32.
+Memory-bound: reads 4TH bytes, writes 2TH, and 2TH or TH and the scales. The kernel is
+rms_norm_fp8.cu; how it divides rows is in rows.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from gptoss_kernels import contracts
+from gptoss_kernels.contracts import empty_scale
+from gptoss_kernels.cuda import runtime
+from gptoss_kernels.cuda.gemm_fp8 import launch
+from gptoss_kernels.cuda.rows import (
+    RowLayout,
+    check_layout,
+    check_row_matrix,
+    choose_layout,
+    row_spec,
+)
+from gptoss_kernels.fp8 import BLOCK
+
+
+def rms_norm(
+    hidden: Tensor,
+    weight: Tensor,
+    eps: float,
+    update: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    layout: RowLayout | None = None,
+) -> Tensor:
+    """The norm in bf16 [T, H], written to `out` if it is given; `hidden` is updated in place.
+
+    `hidden` and `update` [T, H] bf16, H a multiple of 16; `weight` [H] fp32, which must not be
+    written by the kernel launched just before on the same stream: it is read while that one may
+    still run. Without an update `hidden` stays as it is. A row's result depends on no other row,
+    and not on how many there are. Raises ValueError on anything else, and runtime.CudaError where
+    there is no Hopper GPU.
+    """
+    if out is None:
+        out = torch.empty(_shape(hidden), dtype=torch.bfloat16, device=hidden.device)
+    _launch(hidden, weight, eps, update, (out,), layout)
+    return out
+
+
+def rms_norm_fp8(
+    hidden: Tensor,
+    weight: Tensor,
+    eps: float,
+    update: Tensor | None = None,
+    *,
+    out: tuple[Tensor, Tensor] | None = None,
+    layout: RowLayout | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Values e4m3 [T, H], scale fp32 [T, ceil(H / 128)], written to `out` if it is given.
+
+    What quantise gives of what rms_norm gives, bit for bit, in one pass over memory; the scale is
+    laid out as contracts.empty_scale does.
+    """
+    if out is None:
+        shape = _shape(hidden)
+        out = (
+            torch.empty(shape, dtype=torch.float8_e4m3fn, device=hidden.device),
+            empty_scale(*shape, hidden.device),
+        )
+    _launch(hidden, weight, eps, update, out, layout)
+    return out
+
+
+def spec(layout: RowLayout, *, is_fp8: bool) -> runtime.KernelSpec:
+    return row_spec("rms_norm_fp8", layout, FP8=int(is_fp8))
+
+
+class _Arguments(ctypes.Structure):
+    _fields_ = (
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("hidden", "update", "weight", "out", "values", "scale")
+        ),
+        *((name, ctypes.c_int) for name in ("rows", "columns")),
+        *(
+            (name, ctypes.c_longlong)
+            for name in ("hidden_stride", "update_stride", "out_stride", "scale_stride")
+        ),
+        ("eps", ctypes.c_float),
+    )
+
+
+def _launch(
+    hidden: Tensor,
+    weight: Tensor,
+    eps: float,
+    update: Tensor | None,
+    out: tuple[Tensor, ...],
+    layout: RowLayout | None,
+) -> None:
+    if hidden.shape[0] == 0:
+        _check(hidden, weight, update, out)
+        return
+    read = (hidden, weight) if update is None else (hidden, weight, update)
+    launch(
+        ("rms_norm_fp8", eps, layout, len(read)),
+        (*read, *out),
+        lambda: _prepare(hidden, weight, eps, update, out, layout),
+    )
+
+
+def _shape(hidden: Tensor) -> tuple[int, int]:
+    if hidden.dim() != 2:
+        raise ValueError(f"hidden must be [T, H], got {list(hidden.shape)}")
+    return hidden.shape[0], hidden.shape[1]
+
+
+def _check(hidden: Tensor, weight: Tensor, update: Tensor | None, out: tuple[Tensor, ...]) -> None:
+    rows, columns = _shape(hidden)
+    check_row_matrix("hidden", hidden, columns, hidden)
+    contracts.check_type("weight", weight, torch.float32, hidden)
+    contracts.check_shape("weight", weight, (columns,))
+    contracts.check_contiguous("weight", weight)
+    contracts.check_start("weight", weight)
+    if update is not None:
+        contracts.check_shape("update", update, (rows, columns))
+        check_row_matrix("update", update, columns, hidden)
+    if len(out) == 1:
+        contracts.check_output("out", out[0], torch.bfloat16, (rows, columns), hidden)
+    else:
+        values, scale = out
+        contracts.check_output("values", values, torch.float8_e4m3fn, (rows, columns), hidden)
+        contracts.check_output("scale", scale, torch.float32, (rows, -(-columns // BLOCK)), hidden)
+    contracts.check_gpu(hidden)
+
+
+def _prepare(
+    hidden: Tensor,
+    weight: Tensor,
+    eps: float,
+    update: Tensor | None,
+    out: tuple[Tensor, ...],
+    layout: RowLayout | None,
+) -> runtime.Launch:
+    _check(hidden, weight, update, out)
+    rows, columns = hidden.shape
+    layout = layout or choose_layout(rows, columns)
+    check_layout(layout, columns)
+    pointers = (None, *(tensor.data_ptr() for tensor in out))
+    if len(out) == 1:
+        pointers = (out[0].data_ptr(), None, None)
+    return runtime.Launch(
+        runtime.load(spec(layout, is_fp8=len(out) == 2), hidden.device.index),
+        grid=-(-rows // layout.rows),
+        threads=layout.threads,
+        arguments=(
+            _Arguments(
+                hidden.data_ptr(),
+                update.data_ptr() if update is not None else None,
+                weight.data_ptr(),
+                *pointers,
+                *(rows, columns),
+                hidden.stride(0),
+                update.stride(0) if update is not None else 0,
+                out[0].stride(0),
+                out[1].stride(1) if len(out) == 2 else 0,
+                eps,
+            ),
+        ),
+    )

@@ -1,0 +1,89 @@
+"""What the kernels bound by memory share: how warps share a row, and their sources.
+
+The kernels are those of rows.cuh: quantise, rms_norm_fp8, dispatch_fp8 and combine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gptoss_kernels import contracts
+from gptoss_kernels.cuda.compiler import KernelSpec
+
+MAXIMUM_COLUMNS = 8192
+
+_CHUNK = 256  # columns that one access of a warp covers
+_MAXIMUM_WARPS = 16
+# Up to so many rows, of which each has a block, all multiprocessors are not busy: a warp takes as
+# few columns as it can. Beyond, several accesses of one warp under way at once are cheaper than
+# several warps. Between sizes that were timed on an H200 (see docs/LOG.md).
+_FEW_ROWS, _MANY_ROWS = 256, 2048
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """`warps` warps share a row, each with `vectors` times 256 columns; a block has `rows` rows.
+
+    No kernel's result depends on it.
+    """
+
+    vectors: int
+    warps: int
+    rows: int
+
+    @classmethod
+    def of(cls, columns: int, vectors: int, threads: int = 0) -> RowLayout:
+        """With `vectors` vectors a lane or less, and as many rows as fit `threads`, or one."""
+        chunks = -(-columns // _CHUNK)
+        warps = min(-(-chunks // vectors), _MAXIMUM_WARPS)
+        return cls(-(-chunks // warps), warps, max(1, threads // (32 * warps)))
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps * self.rows
+
+    @property
+    def defines(self) -> dict[str, int]:
+        return {"VECTORS": self.vectors, "WARPS": self.warps, "ROWS": self.rows}
+
+
+def choose_layout(num_rows: int, columns: int) -> RowLayout:
+    """For kernels that hold a row in registers."""
+    if num_rows <= _FEW_ROWS:
+        return RowLayout.of(columns, vectors=1)
+    if num_rows <= _MANY_ROWS:
+        return RowLayout.of(columns, vectors=4, threads=128)
+    return RowLayout.of(columns, vectors=16, threads=128)
+
+
+def check_layout(layout: RowLayout, columns: int) -> None:
+    """Refuse a layout of narrower rows, with which the rest of a row would not be written."""
+    if layout.vectors * layout.warps * _CHUNK < columns:
+        raise ValueError(f"{layout} covers fewer than {columns} columns")
+
+
+def check_row_matrix(name: str, matrix: Tensor, columns: int, x: Tensor) -> None:
+    """bf16 [any, columns] on the device of `x`, as 16-byte accesses by rows want it."""
+    contracts.check_type(name, matrix, torch.bfloat16, x)
+    if matrix.dim() != 2 or matrix.shape[1] != columns:
+        raise ValueError(f"{name} must have {columns} columns, got {list(matrix.shape)}")
+    if columns % 16 or not 0 < columns <= MAXIMUM_COLUMNS:
+        raise ValueError(
+            f"{name} must have columns in a multiple of 16, up to {MAXIMUM_COLUMNS}, got {columns}"
+        )
+    contracts.check_rows(name, matrix)
+
+
+def row_spec(name: str, layout: RowLayout, **defines: int) -> KernelSpec:
+    """<name>.cu below rows.cuh, and for a part of the dispatch below dispatch.cuh."""
+    shared = ("rows.cuh", "dispatch.cuh") if name.startswith("dispatch_") else ("rows.cuh",)
+    variant = f"{layout.warps}x{layout.vectors}"
+    return KernelSpec(
+        name,
+        files=(*shared, f"{name}.cu"),
+        defines=(*layout.defines.items(), *defines.items()),
+        variant=" ".join([variant, *(f"{key}={value}" for key, value in defines.items())]),
+    )
