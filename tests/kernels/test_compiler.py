@@ -3,6 +3,7 @@
 import concurrent.futures
 import importlib
 import multiprocessing
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -178,7 +179,7 @@ def fresh_nvrtc():
 @pytest.mark.usefixtures("fresh_nvrtc")
 def test_a_missing_nvrtc_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
     # As an import fails without the package.
-    monkeypatch.setitem(__import__("sys").modules, "cuda.bindings.nvrtc", None)
+    monkeypatch.setitem(sys.modules, "cuda.bindings.nvrtc", None)
     with pytest.raises(CudaError, match=r"NVRTC 13, which cannot be .*pip install 'gptoss-backend"):
         spec(VALUE=1).compile()
 

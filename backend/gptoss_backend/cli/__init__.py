@@ -10,6 +10,7 @@ import sys
 import typer
 
 from gptoss_backend.cli import bench
+from gptoss_backend.cli.build_kernels import build_kernels
 from gptoss_backend.cli.chat import chat
 from gptoss_backend.cli.convert import convert
 from gptoss_backend.cli.errors import CommandFailed, say
@@ -30,7 +31,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (serve, chat, generate, inspect, convert, make_checkpoint, evaluate):
+commands = (serve, chat, generate, inspect, convert, make_checkpoint, evaluate, build_kernels)
+for command in commands:
     app.command()(command)
 app.add_typer(bench.app, name="bench")
 

@@ -96,6 +96,12 @@ def cache_folder() -> Path:
     return (Path(shared) if shared else Path.home() / ".cache") / "gptoss" / "kernels"
 
 
+def nvrtc_version() -> str:
+    """Of the NVRTC that would compile here, such as "13.0". CudaError says why it cannot."""
+    major, minor = _answer(_nvrtc().nvrtcVersion())
+    return f"{major}.{minor}"
+
+
 def wgmma_source(columns: int) -> str:
     """`wgmma_e4m3<columns>`: 64 x columns x 32, both matrices in shared memory, sums in fp32.
 
@@ -139,10 +145,9 @@ def compile_source(
     source: str, defines: Mapping[str, int], extra_flags: Sequence[str] = ()
 ) -> Cubin:
     """Compile `source` for Hopper, from the disk cache if it was compiled before."""
-    nvrtc = _nvrtc()
+    nvrtc, version = _nvrtc(), nvrtc_version()
     definitions = (f"-D{name}={value}" for name, value in sorted(defines.items()))
     flags = (*_FLAGS, *extra_flags, *definitions)
-    version = _answer(nvrtc.nvrtcVersion())
     key = hashlib.sha256(repr((source, flags, version)).encode()).hexdigest()[:32]
     path = cache_folder() / f"{key}.cubin"
     cached = _read_cached(path)

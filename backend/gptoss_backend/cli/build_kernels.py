@@ -1,0 +1,117 @@
+"""`gptoss build-kernels`: every Hopper kernel that can be served, compiled ahead of time."""
+
+import json
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+from gptoss_backend.cli.errors import CommandFailed
+from gptoss_engine.progress import tracked
+
+if TYPE_CHECKING:
+    from gptoss_kernels.cuda.build import Built
+
+
+def build_kernels(
+    *,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="Compile into this folder, for an image: with GPTOSS_CACHE=OUTPUT it is found.",
+            show_default="the user's cache",
+        ),
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="How many at a time.", show_default="one a core")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Compile all Hopper kernels ahead of their first use; needs no GPU and no driver.
+
+    What was compiled before is not compiled again. Fails if a kernel does not compile, or if a hot
+    one spills registers, has a stack frame or loses speed by the compiler's own words.
+    """
+    from gptoss_kernels.cuda import compiler
+    from gptoss_kernels.cuda.build import build, served_kernels
+
+    try:
+        version = compiler.nvrtc_version()
+    except compiler.CudaError as error:
+        raise CommandFailed(str(error)) from error
+    cache = compiler.cache_folder().parent if output is None else output.absolute()
+    _make_writable(cache)
+    specs = served_kernels()
+    jobs = jobs or len(os.sched_getaffinity(0))
+    started = time.monotonic()
+    done = tracked(build(specs, jobs=jobs, cache=cache), "compiling", len(specs))
+    kernels = sorted(done, key=lambda built: str(built.spec))
+    report = {
+        "architecture": compiler.ARCHITECTURE,
+        "nvrtc": version,
+        "cache": str(cache),
+        "seconds": round(time.monotonic() - started, 1),
+        "bytes": sum(len(built.cubin.image) for built in kernels if built.cubin),
+        "kernels": [_figures(built) for built in kernels],
+    }
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        _show(report)
+    _refuse_faults(kernels)
+
+
+def _make_writable(cache: Path) -> None:
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CommandFailed(f"cannot write to {cache}: {error.strerror}") from error
+    if not os.access(cache, os.W_OK):
+        raise CommandFailed(f"cannot write to {cache}: no permission")
+
+
+def _figures(built: "Built") -> dict[str, Any]:
+    found = built.cubin
+    shared = built.spec.shared_bytes + (found.static_shared_bytes if found else 0)
+    return {
+        "kernel": str(built.spec),
+        "registers": found and found.registers,
+        "shared_bytes": shared,
+        "spill_bytes": found and found.spill_bytes,
+        "stack_bytes": found and found.stack_bytes,
+        "warnings": list(found.warnings) if found else [],
+        "hot": built.spec.is_hot,
+        "faults": list(built.faults),
+    }
+
+
+def _show(report: dict[str, Any]) -> None:
+    table = Table("kernel")
+    for heading in ("registers", "shared memory", "spills", "stack", "warnings"):
+        table.add_column(heading, justify="right")
+    for kernel in report["kernels"]:
+        figures = (kernel[f"{name}_bytes"] for name in ("shared", "spill", "stack"))
+        counts = (kernel["registers"], *figures, len(kernel["warnings"]))
+        shown = ("none" if count is None else f"{count:,}" for count in counts)
+        table.add_row(kernel["kernel"], *shown)
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(table)
+    console.print(
+        f"{report['cache']}: {len(report['kernels'])} kernels for {report['architecture']}, "
+        f"{decimal(report['bytes'])}, NVRTC {report['nvrtc']}, {report['seconds']} s",
+        markup=False,
+    )
+
+
+def _refuse_faults(kernels: Iterable["Built"]) -> None:
+    failed = [built for built in kernels if built.faults]
+    if failed:
+        subject = "1 kernel is" if len(failed) == 1 else f"{len(failed)} kernels are"
+        reasons = (f"  {built.spec}: {'; '.join(built.faults)}" for built in failed)
+        raise CommandFailed("\n".join([f"{subject} not fit to be served:", *reasons]))

@@ -1,0 +1,145 @@
+"""All kernels that the served models can take, compiled ahead of time: for images, and for tests.
+
+Each is compiled by a process of its own: NVRTC ends its process on some malformed sources, and
+then we know whose. Those processes import neither torch nor an operator.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+from gptoss_kernels.cuda.compiler import Cubin, CudaError, KernelSpec
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """What of a model decides which kernels it takes."""
+
+    hidden: int
+    qkv: int
+    attention: int
+    intermediate: int
+    num_experts: int
+    experts_per_token: int
+
+
+SERVED_MODELS = {
+    "20b": ModelSizes(2880, 5120, 4096, 2880, 32, 4),
+    "120b": ModelSizes(2880, 5120, 4096, 2880, 128, 4),
+    "tiny": ModelSizes(320, 5120, 4096, 1088, 16, 4),
+    "demo": ModelSizes(128, 512, 256, 128, 8, 2),
+}
+# Multiprocessors of the Hopper boards: H100 and H200 (SXM), H100 NVL, H100 PCIe, H20.
+_NUM_BLOCKS = (132, 114, 78)
+_SWIGLU_GROUPS = (64, 128)
+# No choice of a kernel changes within 64 rows, from 128 on.
+_NUM_TOKENS = (*range(1, 129), *range(129, 131_073, 64))
+
+
+@dataclass(frozen=True)
+class Built:
+    """A kernel's machine code, or why there is none."""
+
+    spec: KernelSpec
+    cubin: Cubin | None
+    error: str = ""
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """Why this kernel must not be served, in words; empty if it may."""
+        if self.cubin is None:
+            return (self.error,)
+        if not self.spec.is_hot:
+            return ()
+        found = self.cubin
+        return (
+            *([f"spills {found.spill_bytes} bytes"] if found.spill_bytes else []),
+            *([f"has a stack frame of {found.stack_bytes} bytes"] if found.stack_bytes else []),
+            *found.warnings,
+        )
+
+
+def served_kernels() -> tuple[KernelSpec, ...]:
+    """Each once, for any number of tokens of any served model on any Hopper GPU."""
+    models = SERVED_MODELS.values()
+    kernels = (spec for model in models for spec in (*_dense(model), *_grouped(model)))
+    return tuple(sorted(set(kernels), key=str))
+
+
+def _dense(model: ModelSizes) -> Iterator[KernelSpec]:
+    from gptoss_kernels.cuda.linear_fp8 import choose_tile
+
+    shapes = ((model.qkv, model.hidden), (model.hidden, model.attention))
+    choices = product(_NUM_TOKENS, shapes, _NUM_BLOCKS)
+    for tile in {choose_tile(m, n, k, num_blocks) for m, (n, k), num_blocks in choices}:
+        yield tile.spec
+
+
+def _grouped(model: ModelSizes) -> Iterator[KernelSpec]:
+    from gptoss_kernels.cuda.grouped_fp8 import choose_tile
+    from gptoss_kernels.fp8 import BLOCK
+
+    tiles = set()
+    for tokens, group in product(_NUM_TOKENS, _SWIGLU_GROUPS):
+        sizes = (tokens * model.experts_per_token, model.num_experts)
+        tiles.add(choose_tile(*sizes, x_group=BLOCK, swiglu=True, out_group=group))
+        tiles.add(choose_tile(*sizes, x_group=group))
+    for tile in tiles:
+        yield tile.spec
+
+
+def build(specs: Iterable[KernelSpec], *, jobs: int, cache: Path | None = None) -> Iterator[Built]:
+    """Compile into `cache` (as GPTOSS_CACHE names it; None: the usual one), `jobs` at a time.
+
+    Yields each as it is done. Whoever stops early waits for those under way, no more.
+    """
+    environment = dict(os.environ)
+    if cache is not None:
+        environment["GPTOSS_CACHE"] = str(cache)
+    pool = concurrent.futures.ThreadPoolExecutor(jobs)
+    try:
+        under_way = [pool.submit(_compile_apart, spec, environment) for spec in specs]
+        for done in concurrent.futures.as_completed(under_way):
+            yield done.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _compile_apart(spec: KernelSpec, environment: dict[str, str]) -> Built:
+    # A kernel that cannot be kept is an error here. No import from the current folder (-P).
+    command = [sys.executable, "-P", "-W", "error::RuntimeWarning", "-m", __spec__.name]
+    child = subprocess.run(
+        command, input=pickle.dumps(spec), capture_output=True, env=environment, check=False
+    )
+    if child.returncode:
+        return Built(spec, None, _last_words(child.returncode, child.stderr.decode()))
+    answer = pickle.loads(child.stdout)
+    return Built(spec, None, answer) if isinstance(answer, str) else Built(spec, answer)
+
+
+def _last_words(status: int, log: str) -> str:
+    ending = signal.Signals(-status).name if status < 0 else f"status {status}"
+    return f"its compiler's process ended with {ending}" + (f": {log.strip()}" if log else "")
+
+
+def _answer_parent() -> None:
+    """Compile the KernelSpec of standard input; a Cubin, or a sentence, to standard output."""
+    spec = pickle.load(sys.stdin.buffer)
+    try:
+        answer = spec.compile()
+    except (CudaError, RuntimeWarning) as error:
+        answer = str(error)
+    sys.stdout.buffer.write(pickle.dumps(answer))
+
+
+if __name__ == "__main__":
+    _answer_parent()

@@ -1,0 +1,131 @@
+"""All kernels that are served compile for Hopper, here without a GPU, and lose no speed."""
+
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from gptoss_kernels.cuda import build, grouped_fp8, linear_fp8
+from gptoss_kernels.cuda.compiler import Cubin, KernelSpec
+
+# Its sums, one a thread and row, want more registers than 24.
+SUMS = """
+extern "C" __global__ void sums(const float* x, float* out) {
+    float sum[64] = {};
+    for (int i = 0; i < 1024; ++i)
+        for (int j = 0; j < 64; ++j) sum[j] += x[i * 64 + j] * x[i * j];
+    for (int j = 0; j < 64; ++j) out[threadIdx.x * 64 + j] = sum[j];
+}
+"""
+
+
+class Deadly(KernelSpec):
+    """Ends the process that it is sent to, as the compiler ends it on some malformed assembly."""
+
+    def __reduce__(self) -> tuple[Callable[[], NoReturn], tuple[()]]:
+        return os.abort, ()
+
+
+def only(spec: KernelSpec, cache: Path) -> build.Built:
+    (built,) = build.build([spec], jobs=1, cache=cache)
+    return built
+
+
+# On two cores 20 s for 24 kernels: the one place where the tests compile all that is served.
+def test_all_served_kernels_are_fit_to_be_served(tmp_path: Path) -> None:
+    specs = build.served_kernels()
+    built = {each.spec: each for each in build.build(specs, jobs=2, cache=tmp_path)}
+    assert set(built) == set(specs)
+    for spec, each in built.items():
+        assert each.faults == (), spec
+        assert spec.is_hot
+        assert each.cubin is not None
+        assert each.cubin.registers > 0
+        assert spec.name.encode() in each.cubin.image
+
+
+def test_what_is_served_is_what_operators_choose() -> None:
+    served = set(build.served_kernels())
+    for m in (1, 7, 64, 65, 127, 128, 129, 193, 1000, 8192, 32768, 99_999, 131_072):
+        for n, k in ((5120, 2880), (2880, 4096), (512, 128), (128, 256), (320, 4096)):
+            assert linear_fp8.choose_tile(m, n, k, 132).spec in served
+        for experts, x_group, out_group in ((32, 64, 64), (128, 128, 128), (8, 128, 64)):
+            tile = grouped_fp8.choose_tile(m * 4, experts, x_group=x_group)
+            swiglu = {"x_group": 128, "swiglu": True, "out_group": out_group}
+            assert tile.spec in served
+            assert grouped_fp8.choose_tile(m * 4, experts, **swiglu).spec in served
+    assert len({str(spec) for spec in served}) == len(served)
+
+
+def test_a_kernel_that_spills_is_caught(tmp_path: Path) -> None:
+    free = KernelSpec("sums", (), generated=SUMS)
+    assert only(free, tmp_path).faults == ()
+    capped = replace(free, flags=("--maxrregcount=24",))
+    spills, *others = only(capped, tmp_path).faults
+    assert spills.startswith("spills ")
+    assert any(other.startswith("has a stack frame of ") for other in others)
+    # Whoever says that it is not hot may do so.
+    assert only(replace(capped, is_hot=False), tmp_path).faults == ()
+
+
+def test_a_warning_of_lost_performance_is_caught() -> None:
+    warning = "ptxas info : (C7514) Potential Performance Loss: wgmma.mma_async is serialized"
+    cubin = Cubin(b"", 168, 0, 0, 0, warnings=(warning,))
+    assert build.Built(KernelSpec("slow", ()), cubin).faults == (warning,)
+
+
+def test_a_serialised_product_is_warned_about(tmp_path: Path) -> None:
+    # Sums that are read while they are still added up: the compiler waits for each instruction.
+    source = linear_fp8.Tile(24).spec
+    text = """
+    extern "C" __global__ void waits(float* out, uint32_t a, uint32_t b) {
+        float sums[12] = {};
+        for (int i = 0; i < 4; ++i) {
+            wgmma_e4m3<24>(sums, a + i, b + i, 1);
+            sums[0] += 1;
+        }
+        for (int i = 0; i < 12; ++i) out[i] = sums[i];
+    }
+    """
+    spec = KernelSpec("waits", (), generated=source.generated + text)
+    assert any("Performance Loss" in fault for fault in only(spec, tmp_path).faults)
+
+
+def test_a_refused_kernel_says_why(tmp_path: Path) -> None:
+    built = only(KernelSpec("broken", (), generated="int x = missing;"), tmp_path)
+    assert built.cubin is None
+    assert 'identifier "missing" is undefined' in built.faults[0]
+
+
+def test_a_compiler_that_dies_costs_its_own_kernel_alone(tmp_path: Path) -> None:
+    deadly = Deadly("deadly", ())
+    sound = KernelSpec("sums", (), generated=SUMS)
+    results = {each.spec: each for each in build.build([deadly, sound], jobs=1, cache=tmp_path)}
+    assert results[deadly].faults == ("its compiler's process ended with SIGABRT",)
+    assert results[sound].faults == ()
+
+
+def test_what_was_built_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = KernelSpec("sums", (), generated=SUMS)
+    built = only(spec, tmp_path)
+    monkeypatch.setenv("GPTOSS_CACHE", str(tmp_path))
+    nvrtc = importlib.import_module("cuda.bindings.nvrtc")
+    monkeypatch.setattr(nvrtc, "nvrtcCreateProgram", None)
+    assert spec.compile() == built.cubin
+
+
+def test_a_cache_that_cannot_be_written_is_a_fault(tmp_path: Path) -> None:
+    (tmp_path / "kernels").write_text("a file where the folder should be")
+    built = only(KernelSpec("sums", (), generated=SUMS), tmp_path)
+    assert "cannot be kept in" in built.faults[0]
+
+
+def test_the_compiling_processes_import_no_torch() -> None:
+    program = "import sys, gptoss_kernels.cuda.build; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
