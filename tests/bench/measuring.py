@@ -1,128 +1,237 @@
-"""What the benchmarks of operators share: timing several candidates in turn, and result lines."""
+"""How the benchmarks of operators measure: several candidates in turn, in two regimes.
+
+burst: the board rested, then the calls of 50 ms with the first 10 of them left out, as a library's
+own benchmark or a single prefill has it. sustained: turns of 0.8 s, of which the second half
+counts. Large products draw more than the 700 W that an H200 allows. It notices after some 50 to
+100 ms, and its clock then falls from 1980 MHz to between 1300 and 1600
+(results/board_clock-2026-11-30.jsonl): a burst ends before that, and the regimes differ by up to a
+fifth.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import datetime
-import importlib
-import importlib.metadata
-import itertools
 import subprocess
-from collections.abc import Callable
-from dataclasses import dataclass
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import median
-from types import ModuleType
-from typing import TypeVar
 
 import torch
 
 PEAK_FLOPS, PEAK_BYTES = 1430e12, 4.5e12  # measured on an H200, see the performance notes
-TURNS = 3
-# Of a turn, by the least milliseconds a call: what takes longer draws the board's whole power.
+WARM_UP_MS, BURST_MS = 10.0, 40.0
+# Of a sustained turn, by the least milliseconds a call: what is short leaves the clock as it is.
 TURN_MS = ((0.1, 800.0), (0.03, 60.0), (0.0, 10.0))
-CLOCK_TURN_MS = 800.0
-Inputs = TypeVar("Inputs")
+SAMPLE_SECONDS = 0.005
 
-
-def capture(call: Callable[[Inputs], object], inputs: list[Inputs]) -> torch.cuda.CUDAGraph:
-    for one in inputs[:2]:
-        call(one)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for one in inputs:
-            call(one)
-    return graph
+Call = Callable[[int], object]  # of the input with this index
 
 
 @dataclass(frozen=True)
-class Timing:
-    """Milliseconds a call, over the replays of a graph, and the SM clock meanwhile if it is known.
+class Plan:
+    """Of each candidate: bursts, seconds of rest before each, sustained turns (0 for none)."""
 
-    The clock is read in long turns alone: reading takes longer than a short one.
-    """
+    bursts: int = 3
+    rest: float = 1.0
+    turns: int = 3
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Milliseconds a call over the replays of a graph; clock and power meanwhile, if known."""
 
     low: float  # p10
     median: float
     high: float  # p90
     sm_mhz: int | None
+    watts: int | None
+
+
+@dataclass(frozen=True)
+class Timing:
+    burst: Spread
+    sustained: Spread | None
+
+
+@dataclass
+class Samples:
+    """What several stretches of replays gave."""
+
+    times: list[float] = field(default_factory=list)
+    sm_mhz: list[int] = field(default_factory=list)
+    watts: list[int] = field(default_factory=list)
+
+    def spread(self) -> Spread:
+        ordered = sorted(self.times)
+        low, middle, high = (ordered[int(share * (len(ordered) - 1))] for share in (0.1, 0.5, 0.9))
+        clock, power = (int(median(values)) if values else None for values in self._board())
+        return Spread(low, middle, high, clock, power)
+
+    def _board(self) -> tuple[list[int], list[int]]:
+        return self.sm_mhz, self.watts
+
+
+class Board:
+    """Clock and power of the current GPU through NVML; no samples where that cannot be loaded."""
+
+    _SM_CLOCK = 1
+
+    def __init__(self) -> None:
+        self._device: ctypes.c_void_p | None = None
+        try:
+            self._nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        except OSError:
+            return
+        identity = f"GPU-{torch.cuda.get_device_properties().uuid}".encode()
+        device = ctypes.c_void_p()
+        is_ready = self._nvml.nvmlInit_v2() == 0
+        if is_ready and not self._nvml.nvmlDeviceGetHandleByUUID(identity, ctypes.byref(device)):
+            self._device = device
+
+    @contextlib.contextmanager
+    def sampled(self, samples: Samples) -> Iterator[None]:
+        """Adds a sample each 5 ms, from a thread of its own, while the block runs."""
+        if self._device is None:
+            yield
+            return
+        ended = threading.Event()
+        thread = threading.Thread(target=self._sample, args=(samples, ended))
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def _sample(self, samples: Samples, ended: threading.Event) -> None:
+        clock, power = ctypes.c_uint(), ctypes.c_uint()
+        while not ended.wait(SAMPLE_SECONDS):
+            if not self._nvml.nvmlDeviceGetClockInfo(
+                self._device, self._SM_CLOCK, ctypes.byref(clock)
+            ):
+                samples.sm_mhz.append(clock.value)
+            if not self._nvml.nvmlDeviceGetPowerUsage(self._device, ctypes.byref(power)):
+                samples.watts.append(power.value // 1000)
+
+
+class Progress:
+    """A bar on the terminal, of stretches measured; nothing where stderr is no terminal."""
+
+    def __init__(self) -> None:
+        self._begun = time.monotonic()
+        self._is_shown = sys.stderr.isatty()
+
+    def show(self, what: str, done: int, of: int) -> None:
+        if not self._is_shown:
+            return
+        bar = "#" * (20 * done // of)
+        seconds = time.monotonic() - self._begun
+        print(f"\r[{bar:20}] {done}/{of} {what[:48]:48} {seconds:4.0f} s", end="", file=sys.stderr)
+        if done == of:
+            print("\r" + " " * 100 + "\r", end="", file=sys.stderr, flush=True)
+
+
+def capture(call: Call, count: int) -> torch.cuda.CUDAGraph:
+    """One call of each of `count` inputs, after a first of each, which compiles and allocates."""
+    for index in range(count):
+        call(index)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for index in range(count):
+            call(index)
+    return graph
 
 
 def time_calls(
-    calls: dict[str, Callable[[Inputs], object]], inputs: list[Inputs]
+    calls: dict[str, Call],
+    count: int,
+    plan: Plan,
+    board: Board,
+    only_burst: Sequence[str] = (),
 ) -> dict[str, Timing]:
-    """The time of each call, by name, all in turn.
+    """The time of a call, by name: bursts in rotation, then sustained turns in rotation.
 
-    Large products draw all the power that the board allows, and its clock follows: in turns of
-    60 ms one was 16 % behind another, in turns of 0.8 s 7 %. So a turn of those takes 0.8 s, of
-    which the second half counts, and the order rotates.
+    Each call is captured over the `count` inputs, which together are larger than the L2 cache.
     """
-    graphs = {name: capture(call, inputs) for name, call in calls.items()}
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    clocks: dict[str, list[int]] = {name: [] for name in calls}
-    names = list(calls)
-    for turn in range(TURNS + 1):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
-            turn_times, clock = time_turn(graphs[name], len(inputs))
-            if turn > 0:
-                times[name] += turn_times
-                clocks[name] += [clock] if clock is not None else []
+    graphs = {name: capture(call, count) for name, call in calls.items()}
+    bursts = {name: Samples() for name in calls}
+    sustained = {name: Samples() for name in calls if name not in only_burst}
+    progress, done = Progress(), 0
+    stretches = plan.bursts * len(bursts) + plan.turns * len(sustained)
+    for name in _rotating(list(bursts), plan.bursts):
+        progress.show(name, done, stretches)
+        _burst(graphs[name], count, plan.rest, bursts[name], board)
+        done += 1
+    for name in _rotating(list(sustained), plan.turns):
+        progress.show(name, done, stretches)
+        _turn(graphs[name], count, sustained[name], board)
+        done += 1
+    progress.show("", done, stretches)
     return {
-        name: Timing(*quantiles(times[name]), int(median(clocks[name])) if clocks[name] else None)
-        for name in names
+        name: Timing(
+            bursts[name].spread(),
+            sustained[name].spread() if plan.turns and name in sustained else None,
+        )
+        for name in calls
     }
 
 
-def time_turn(graph: torch.cuda.CUDAGraph, num_calls: int) -> tuple[list[float], int | None]:
-    """Milliseconds a call of each replay in the second half of a turn, and the clock in there."""
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-    events[0].record()
-    graph.replay()
-    events[1].record()
-    torch.cuda.synchronize()
-    replay = events[0].elapsed_time(events[1])
-    turn_ms = next(ms for least, ms in TURN_MS if replay / num_calls > least)
-    count = max(4, int(turn_ms / replay))
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+def _rotating(names: list[str], rounds: int) -> Iterator[str]:
+    """All names in each round, the first of them another each time."""
+    for turn in range(rounds):
+        first = turn % len(names)
+        yield from names[first:] + names[:first]
+
+
+def _burst(
+    graph: torch.cuda.CUDAGraph, count: int, rest: float, samples: Samples, board: Board
+) -> None:
+    replay = _one_replay(graph)
+    time.sleep(rest)
+    for _ in range(max(1, int(WARM_UP_MS / replay))):
+        graph.replay()
+    events = _replays(graph, max(3, int(BURST_MS / replay)))
+    events[0].synchronize()
+    with board.sampled(samples):
+        events[-1].synchronize()
+    samples.times += _times(events, count)
+
+
+def _turn(graph: torch.cuda.CUDAGraph, count: int, samples: Samples, board: Board) -> None:
+    replay = _one_replay(graph)
+    turn_ms = next(ms for least, ms in TURN_MS if replay / count > least)
+    events = _replays(graph, max(4, int(turn_ms / replay)))
+    second_half = events[len(events) // 2 :]
+    second_half[0].synchronize()
+    with board.sampled(samples):
+        events[-1].synchronize()
+    samples.times += _times(second_half, count)
+
+
+def _one_replay(graph: torch.cuda.CUDAGraph) -> float:
+    events = _replays(graph, 1)
+    events[-1].synchronize()
+    return max(1e-3, events[0].elapsed_time(events[1]))
+
+
+def _replays(graph: torch.cuda.CUDAGraph, number: int) -> list[torch.cuda.Event]:
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(number + 1)]
     events[0].record()
     for event in events[1:]:
         graph.replay()
         event.record()
-    clock = None
-    if turn_ms >= CLOCK_TURN_MS:
-        events[count // 2].synchronize()
-        clock = sm_mhz()
-        if events[-1].query():  # read too late: the board may have been at rest
-            clock = None
-    torch.cuda.synchronize()
-    return [
-        start.elapsed_time(end) / num_calls
-        for start, end in itertools.pairwise(events[count // 2 :])
-    ], clock
+    return events
 
 
-def sm_mhz() -> int | None:
-    identity = f"GPU-{torch.cuda.get_device_properties().uuid}"
-    answer = command_output(
-        "nvidia-smi", f"--id={identity}", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits"
-    )
-    return int(answer) if answer.isdigit() else None
-
-
-def quantiles(values: list[float]) -> tuple[float, float, float]:
-    ordered = sorted(values)
-    low, middle, high = (ordered[int(share * (len(ordered) - 1))] for share in (0.1, 0.5, 0.9))
-    return low, middle, high
-
-
-def deep_gemm() -> tuple[ModuleType, str] | None:
-    """The library and its name with its version, where it can be imported."""
-    try:
-        module = importlib.import_module("deep_gemm")
-    except ImportError:
-        return None
-    module.set_pdl(True)
-    return module, f"sgl-deep-gemm {importlib.metadata.version('sgl-deep-gemm')}"
+def _times(events: list[torch.cuda.Event], count: int) -> list[float]:
+    return [start.elapsed_time(end) / count for start, end in pairwise(events)]
 
 
 def command_output(*command: str) -> str:
@@ -137,8 +246,13 @@ def floor_ms(operations: float, num_bytes: float) -> float:
 def result_line(
     benchmark: str, times: dict[str, Timing], ours: str, command: str, commit: str
 ) -> dict[str, object]:
-    """The fields that each line of a result file has; the benchmark adds its own."""
+    """The fields that each line of a result file has; the benchmark adds its own.
+
+    `ms` and what has no other word before it is of the burst.
+    """
     own = times[ours]
+    peers = {name: one for name, one in times.items() if name != ours}
+    held = {name: one.sustained for name, one in peers.items() if one.sustained}
     return {
         "benchmark": benchmark,
         "model": None,
@@ -147,11 +261,12 @@ def result_line(
         "tp": 1,
         "ep": 1,
         "dp": 1,
-        "ms": round(own.median, 6),
-        "spread_ms": [round(own.low, 6), round(own.high, 6)],
-        "sm_mhz": own.sm_mhz,
-        "peers": {name: round(one.median, 6) for name, one in times.items() if name != ours},
-        "peers_sm_mhz": {name: one.sm_mhz for name, one in times.items() if name != ours},
+        **_fields("", own.burst),
+        **(_fields("sustained_", own.sustained) if own.sustained else {}),
+        "peers": {name: round(one.burst.median, 6) for name, one in peers.items()},
+        "peers_sm_mhz": {name: one.burst.sm_mhz for name, one in peers.items()},
+        "peers_sustained": {name: round(one.median, 6) for name, one in held.items()},
+        "peers_sustained_sm_mhz": {name: one.sm_mhz for name, one in held.items()},
         "device": torch.cuda.get_device_name(),
         "driver": command_output(
             "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
@@ -162,11 +277,33 @@ def result_line(
     }
 
 
+def _fields(before: str, spread: Spread) -> dict[str, object]:
+    return {
+        f"{before}ms": round(spread.median, 6),
+        f"{before}spread_ms": [round(spread.low, 6), round(spread.high, 6)],
+        f"{before}sm_mhz": spread.sm_mhz,
+        f"{before}watts": spread.watts,
+    }
+
+
 def print_ranked(times: dict[str, Timing], operations: float) -> None:
-    for name, one in sorted(times.items(), key=lambda item: item[1].median):
-        clock = f" {one.sm_mhz} MHz" if one.sm_mhz is not None else ""
-        print(
-            f"  {name[:30]:30} {one.median * 1e3:9.2f} us  [{one.low * 1e3:9.2f}"
-            f" {one.high * 1e3:9.2f}] {operations / one.median / 1e9:7.0f} TFLOP/s{clock}",
-            flush=True,
-        )
+    """One line a candidate, the fastest burst first."""
+    for name, one in sorted(times.items(), key=lambda item: item[1].burst.median):
+        print(f"  {name[:30]:30}{_text(one.burst, operations)}", end="")
+        print(f" |{_text(one.sustained, operations)}" if one.sustained else "", flush=True)
+
+
+def print_short(what: str, times: dict[str, Timing]) -> None:
+    """The bursts in one line, the fastest first, names without what is in brackets and versions."""
+    ordered = sorted(times.items(), key=lambda item: item[1].burst.median)
+    short = {name: name.split(",")[0].split(" (")[0] for name in times}
+    print(
+        f"  {what}:",
+        ", ".join(f"{short[name]} {one.burst.median * 1e3:.1f}" for name, one in ordered),
+        flush=True,
+    )
+
+
+def _text(spread: Spread, operations: float) -> str:
+    rate = f"{operations / spread.median / 1e9:5.0f} T" if operations else ""
+    return f"{spread.median * 1e3:8.1f} us{rate} {spread.sm_mhz or 0:4} MHz {spread.watts or 0:3} W"

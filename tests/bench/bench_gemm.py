@@ -1,0 +1,63 @@
+"""The FP8 operators beside DeepGEMM, Humming and cuBLASLt, in one run: tables, then JSON lines.
+
+    python tests/bench/bench_gemm.py grouped --model 120b --parts --output results.jsonl
+    python tests/bench/bench_gemm.py dense activations
+
+Ours add the bias, and between the experts' products SwiGLU and its quantisation; Humming adds the
+bias, DeepGEMM neither. Inputs are as a served model has them (served.py), weights and inputs rotate
+through more memory than the L2 cache holds, times are medians of CUDA graph replays in two regimes
+(measuring.py): "ms" of a burst on a rested board, "sustained_ms" of long turns. The floor of few
+tokens is the mean over the routings, each of which hits another number of experts. cuBLASLt by row
+scales by row instead of by 128 x 128, which is less work: a ceiling, not a peer.
+
+--parts times each grouped product alone too, in bursts. --sweep times every tile of a list instead
+of the chosen one: that is how linear_fp8.choose_tile was made.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from activations import bench_activations
+from dense import bench_dense
+from grouped import ALSO, bench_grouped
+from measuring import command_output
+from running import EXPERTS, Bench
+
+from gptoss_kernels.fp8 import SWIGLU_GROUP
+
+RUNS = {"dense": bench_dense, "grouped": bench_grouped, "activations": bench_activations}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("products", nargs="*", help=f"of {', '.join(RUNS)}; all if none")
+    parser.add_argument("--output", type=Path, help="append the JSON lines to this file")
+    parser.add_argument("--model", choices=EXPERTS, default="120b")
+    parser.add_argument("--tokens", type=int, nargs="+")
+    parser.add_argument("--parts", action="store_true")
+    parser.add_argument("--group", type=int, choices=(64, 128), default=SWIGLU_GROUP)
+    parser.add_argument("--weights", choices=("mxfp4", "gaussian"), default="mxfp4")
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--also", nargs="*", choices=ALSO, default=[])
+    parser.add_argument("--rest", type=float, default=1.0, help="seconds before each burst")
+    parser.add_argument("--bursts", type=int, default=3, help="bursts of each candidate")
+    parser.add_argument("--turns", type=int, default=3, help="sustained turns of each; 0 for none")
+    parser.add_argument("--commit", default=command_output("git", "rev-parse", "--short", "HEAD"))
+    arguments = parser.parse_args()
+    unknown = set(arguments.products) - set(RUNS)
+    if unknown:
+        parser.error(f"products are {', '.join(RUNS)}, got {', '.join(sorted(unknown))}")
+
+    bench = Bench(arguments)
+    for name in arguments.products or RUNS:
+        RUNS[name](bench)
+    if not arguments.output:
+        print("\n".join(bench.lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""What one run of the benchmark shares, and what happens where a peer fails."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable
+from importlib.metadata import version
+from typing import TypeVar
+
+import torch
+from measuring import Board, Call, Plan, Timing, result_line, time_calls
+
+OURS = "ours"
+ROTATED_BYTES = 256 << 20  # of inputs that take turns: more than the L2 cache holds
+EXPERTS = {"120b": 128, "20b": 32}
+TOKENS = (1, 8, 32, 128, 512, 2048, 8192, 32768)
+Made = TypeVar("Made")
+
+
+class Bench:
+    """What all products share: the options, the board, and where the lines go."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.plan = Plan(arguments.bursts, arguments.rest, arguments.turns)
+        self.board = Board()
+        self.lines: list[str] = []
+        words = sys.argv[1:]
+        if "--output" in words:
+            index = words.index("--output")
+            del words[index : index + 2]
+        self.command = " ".join(["python tests/bench/bench_gemm.py", *words])
+
+    def time(
+        self, calls: dict[str, Call], count: int, only_burst: Iterable[str] = ()
+    ) -> dict[str, Timing]:
+        return time_calls(calls, count, self.plan, self.board, tuple(only_burst))
+
+    def record(self, benchmark: str, times: dict[str, Timing], ours: str, **own: object) -> None:
+        line = result_line(benchmark, times, ours, self.command, self.arguments.commit) | own
+        self.lines.append(json.dumps(line))
+        if self.arguments.output:
+            with self.arguments.output.open("a") as file:
+                file.write(self.lines[-1] + "\n")
+
+
+def tried(what: str, make: Callable[[], Made]) -> Made | None:
+    """What `make` gives; or nothing, with the reason printed: a peer's failure ends no run."""
+    try:
+        result = make()
+        torch.cuda.synchronize()
+    except Exception as error:  # noqa: BLE001  what a library raises is its own affair
+        print(f"  without {what}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+        return None
+    return result
+
+
+def named(peer: str, distribution: str) -> str:
+    return f"{peer}, {distribution} {version(distribution)}"

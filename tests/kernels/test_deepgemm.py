@@ -1,0 +1,230 @@
+"""DeepGEMM's products with bias, SwiGLU and padding around them, against the reference; bad input.
+
+The tests on a GPU are skipped only where the library is not installed: it is an extra of its own.
+"""
+
+import importlib.util
+from functools import partial
+from itertools import accumulate
+
+import pytest
+import torch
+
+from gptoss_kernels import deepgemm, reference
+from gptoss_kernels.contracts import empty_scale
+from gptoss_kernels.deepgemm import DeepGemmError, padded_rows
+
+needs_library = pytest.mark.skipif(
+    importlib.util.find_spec("deep_gemm") is None, reason="sgl-deep-gemm is not installed"
+)
+
+# Two roundings to bf16, of the product and of the sum, of 1.7e-3 each.
+LINEAR_BOUND = 4e-3
+# e4m3 of a sum that was rounded to bf16 in between: of the values near the middle of a step, some
+# 6 % wide, 3 % go the other way.
+SWIGLU_BOUND = 2e-2
+SCALE_BOUND = 1.2e-2
+SWIGLU = {"alpha": 1.702, "limit": 7.0, "group": 128}
+
+# Rows of each expert: experts without rows at all places, edges of the library's alignment of 128,
+# all rows on one. The library compiles anew for each number of experts, hence few of those.
+ROWS = (
+    (0, 0, 0, 1, 0, 0),
+    (128, 0, 1, 127, 129, 0),
+    (0, 257, 0, 0, 0, 700),
+    (0, 0, 513, 0, 0, 0),
+    (33,) * 40,
+)
+SHAPES = ((64, 144), (320, 2880))
+
+
+def random_inputs(
+    rows: tuple[int, ...], n: int, k: int, device: str = "cuda"
+) -> list[torch.Tensor]:
+    """Inputs whose products and biases are about 2, so that SwiGLU's clamps and curve matter."""
+    torch.manual_seed(sum(rows) + n + k)
+    total, num_experts = sum(rows), len(rows)
+    x_scale = empty_scale(total, k, device)
+    x_scale.copy_((torch.rand(x_scale.shape) + 0.5) / 64)
+    weight_scale = torch.rand(num_experts, -(-n // 128), -(-k // 128)) + 0.5
+    x = (torch.randn(total, k) * 64).clamp(-448, 448).to(torch.float8_e4m3fn)
+    weight = torch.randn(num_experts, n, k).mul_(32).clamp_(-448, 448).to(torch.float8_e4m3fn)
+    starts = torch.tensor([0, *accumulate(rows)], dtype=torch.int32)
+    bias = torch.randn(num_experts, n) * 2
+    others = (starts, weight, weight_scale / (32 * k**0.5), bias)
+    return [x.to(device), x_scale, *(tensor.to(device) for tensor in others)]
+
+
+def dense_inputs(m: int, n: int, k: int, device: str = "cuda") -> list[torch.Tensor]:
+    x, x_scale, _, weight, weight_scale, bias = random_inputs((m,), n, k, device)
+    return [x, x_scale, weight[0], weight_scale[0], bias[0]]
+
+
+def norm_error(out: torch.Tensor, expected: torch.Tensor) -> float:
+    """Of the whole, as rounding is bounded; NaN, which no bound accepts, if anything is missing."""
+    return ((out.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def dequantised(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return values.double() * scale.double().repeat_interleave(128, dim=1)[:, : values.shape[1]]
+
+
+@pytest.mark.gpu
+@needs_library
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 128, 128), (3, 320, 2880), (257, 2880, 4096)])
+def test_linear_error_is_that_of_two_roundings(m, n, k, has_bias, has_residual) -> None:
+    *product, bias = dense_inputs(m, n, k)
+    options = {
+        "bias": bias if has_bias else None,
+        "residual": torch.randn(m, n, device="cuda").bfloat16() if has_residual else None,
+    }
+    out = deepgemm.linear_fp8(*product, **options)
+    expected = reference.linear_fp8(*product, **options, dtype=torch.float32)
+    assert norm_error(out, expected) < LINEAR_BOUND
+    for name in options:
+        if options[name] is not None:
+            without = deepgemm.linear_fp8(*product, **{**options, name: None})
+            assert norm_error(without, expected) > 10 * LINEAR_BOUND
+
+
+@pytest.mark.gpu
+@needs_library
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize("rows", ROWS, ids=str)
+def test_grouped_linear_error_is_that_of_two_roundings(rows, n, k) -> None:
+    inputs = random_inputs(rows, n, k)
+    out = deepgemm.grouped_linear_fp8(*inputs)
+    assert norm_error(out, reference.grouped_linear_fp8(*inputs)) < LINEAR_BOUND
+    # A bias of another expert, or the product of one, must show.
+    wrong = reference.grouped_linear_fp8(*[*inputs[:5], inputs[5].roll(1, 1)])
+    assert norm_error(out, wrong) > 10 * LINEAR_BOUND
+
+
+@pytest.mark.gpu
+@needs_library
+@pytest.mark.parametrize(("inner", "k"), SHAPES)
+@pytest.mark.parametrize("rows", ROWS, ids=str)
+def test_swiglu_values_and_scales(rows, inner, k) -> None:
+    inputs = random_inputs(rows, 2 * inner, k)
+    values, scale = deepgemm.grouped_swiglu_fp8(*inputs, **SWIGLU)
+    expected_values, expected_scale = reference.grouped_swiglu_fp8(*inputs, **SWIGLU)
+    assert scale.stride() == empty_scale(len(values), inner, "cuda").stride()
+    torch.testing.assert_close(scale, expected_scale, rtol=SCALE_BOUND, atol=0)
+    expected = dequantised(expected_values, expected_scale)
+    assert norm_error(dequantised(values, scale), expected) < SWIGLU_BOUND
+    wrong = reference.grouped_swiglu_fp8(*inputs, **{**SWIGLU, "alpha": 1.5})
+    assert norm_error(dequantised(*wrong), expected) > 2 * SWIGLU_BOUND
+
+
+@pytest.mark.gpu
+@needs_library
+def test_a_scale_with_more_room_between_its_columns_gives_the_same() -> None:
+    x, x_scale, *others = dense_inputs(5, 320, 2880)
+    roomy = empty_scale(64, 2880, "cuda").fill_(torch.nan)[:5]
+    roomy.copy_(x_scale)
+    assert roomy.stride() != x_scale.stride()
+    expected = deepgemm.linear_fp8(*[x, x_scale, *others])
+    assert torch.equal(deepgemm.linear_fp8(*[x, roomy, *others]), expected)
+
+
+@pytest.mark.gpu
+@needs_library
+def test_one_nan_makes_its_group_nan_and_no_other() -> None:
+    inputs = random_inputs((3, 2, 0, 0, 0, 0), 2 * 320, 2880)
+    inputs[5][1, 2 * 130] = torch.nan  # the gate of column 130 of the second expert
+    values, scale = deepgemm.grouped_swiglu_fp8(*inputs, **SWIGLU)
+    expected = torch.zeros(5, 320, dtype=torch.bool, device="cuda")
+    expected[3:, 128:256] = True
+    assert torch.equal(dequantised(values, scale).isnan(), expected)
+
+
+@pytest.mark.gpu
+@needs_library
+def test_a_graph_follows_the_offsets_that_change_on_the_device() -> None:
+    rows, others = (5, 0, 130, 0, 0, 0), (0, 134, 0, 0, 0, 1)
+    inputs = random_inputs(rows, 2 * 64, 144)
+    deepgemm.grouped_swiglu_fp8(*inputs, **SWIGLU)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        values, scale = deepgemm.grouped_swiglu_fp8(*inputs, **SWIGLU)
+    inputs[2].copy_(torch.tensor([0, *accumulate(others)], dtype=torch.int32))
+    graph.replay()
+    expected = reference.grouped_swiglu_fp8(*inputs, **SWIGLU)
+    assert norm_error(dequantised(values, scale), dequantised(*expected)) < SWIGLU_BOUND
+
+
+@pytest.mark.gpu
+@needs_library
+def test_no_rows() -> None:
+    inputs = random_inputs((0, 0), 2 * 64, 144)
+    values, scale = deepgemm.grouped_swiglu_fp8(*inputs, **SWIGLU)
+    assert (values.shape, scale.shape) == ((0, 64), (0, 1))
+    assert deepgemm.grouped_linear_fp8(*inputs).shape == (0, 128)
+    assert deepgemm.linear_fp8(*dense_inputs(0, 64, 144)).shape == (0, 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [64, 32])
+def test_another_group_is_refused(group) -> None:
+    inputs = random_inputs((2,), 2 * 64, 144)
+    with pytest.raises(ValueError, match=f"group must be 128 with DeepGEMM, got {group}"):
+        deepgemm.grouped_swiglu_fp8(*inputs, **{**SWIGLU, "group": group})
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: deepgemm.linear_fp8(*dense_inputs(2, 64, 144, "cpu")),
+        lambda: deepgemm.grouped_linear_fp8(*random_inputs((2,), 64, 144, "cpu")),
+        lambda: deepgemm.grouped_swiglu_fp8(*random_inputs((2,), 64, 144, "cpu"), **SWIGLU),
+    ],
+)
+def test_tensors_on_the_cpu_are_refused(call) -> None:
+    with pytest.raises(ValueError, match="x must be on a GPU, got cpu"):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({3: lambda weight: weight[:, :, :128]}, "must agree in K"),
+        ({5: lambda bias: bias.bfloat16()}, "bias must be torch.float32, got torch.bfloat16"),
+        ({4: lambda scale: scale[:, :1]}, r"weight_scale must be \[2, 2, 2\], got \[2, 1, 2\]"),
+        ({2: lambda starts: starts.long()}, "expert_start must be torch.int32"),
+        ({1: lambda scale: scale.contiguous()}, "x_scale must be stored by column"),
+    ],
+)
+def test_bad_tensors_are_refused_before_the_library_is_needed(
+    change, sentence, monkeypatch
+) -> None:
+    monkeypatch.setattr(deepgemm.contracts, "check_gpu", lambda x: None)
+    monkeypatch.setattr(deepgemm, "library", partial(pytest.fail, "the library was asked for"))
+    inputs = random_inputs((3, 2), 2 * 80, 144, "cpu")
+    for index, make in change.items():
+        inputs[index] = make(inputs[index])
+    for call in (
+        deepgemm.grouped_linear_fp8,
+        partial(deepgemm.grouped_swiglu_fp8, **SWIGLU),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            call(*inputs)
+
+
+def test_a_missing_library_is_named_with_how_to_install_it(monkeypatch) -> None:
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}")
+
+    monkeypatch.setattr(deepgemm.importlib, "import_module", missing)
+    with pytest.raises(DeepGemmError, match=r'pip install "gptoss-backend\[deepgemm\]"'):
+        deepgemm.library.__wrapped__()
+
+
+@pytest.mark.parametrize(
+    "rows", [(1,), (0, 1, 0), (128,), (129, 0), (1,) * 7, (127, 128, 129), (2, 0, 500)], ids=str
+)
+def test_padded_rows_hold_any_layout(rows) -> None:
+    needed = sum(-(-own // 128) * 128 for own in rows)
+    assert needed <= padded_rows(sum(rows), len(rows), 128) <= needed + 128 * len(rows)
