@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from measuring import Call, floor_ms
@@ -11,48 +11,52 @@ from running import EXPERTS, OURS, ROTATED_BYTES, TOKENS, Bench, tried
 from served import HIDDEN, TOP
 
 from gptoss_kernels.fp8 import BLOCK
+from gptoss_kernels.ops import load_fp8
 
 
-def activation_calls(
-    tokens: int, num_experts: int
-) -> dict[str, tuple[Callable[[], list[Call]], float]]:
-    """By operator: what makes its calls, ours first, and the bytes that one must move."""
-    hidden, scales = HIDDEN, 4 * -(-HIDDEN // BLOCK)
-    rows = tokens * TOP
-    count = rotated(tokens)
-    x = [torch.randn(tokens, hidden, device="cuda").bfloat16() for _ in range(count)]
-    update = torch.randn(tokens, hidden, device="cuda").bfloat16()
-    weight = torch.rand(hidden, device="cuda") + 0.5
-    chosen = torch.rand(tokens, num_experts, device="cuda").topk(TOP).indices.int()
-    outputs = [torch.randn(rows, hidden, device="cuda").bfloat16() for _ in range(count)]
+def activation_calls(tokens: int, num_experts: int) -> dict[str, tuple[Call, int]]:
+    """The call of each operator that works, by name, and the bytes that it must move."""
+    rows, count = tokens * TOP, rotated(tokens)
+    x = [torch.randn(tokens, HIDDEN, device="cuda").bfloat16() for _ in range(count)]
+    update = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
+    weight = torch.rand(HIDDEN, device="cuda") + 0.5
+    chosen = torch.rand(tokens, num_experts, device="cuda").topk(TOP).indices
+    outputs = [torch.randn(rows, HIDDEN, device="cuda").bfloat16() for _ in range(count)]
     places = torch.randperm(rows, device="cuda").view(tokens, TOP).int()
     chosen_weights = torch.rand(tokens, TOP, device="cuda").bfloat16()
-
-    def operator(
-        name: str, arguments: Callable[[int], tuple[object, ...]]
-    ) -> Callable[[], list[Call]]:
-        def make() -> list[Call]:
-            call = getattr(importlib.import_module(f"gptoss_kernels.cuda.{name}"), name)
-            return [lambda index: call(*arguments(index))]
-
-        return make
-
-    value, quantised = 2 * hidden, hidden + scales
-    return {
-        "quantise": (operator("quantise", lambda i: (x[i],)), tokens * (value + quantised)),
+    wide, quantised = 2 * HIDDEN, HIDDEN + 4 * -(-HIDDEN // BLOCK)
+    arguments: dict[str, tuple[Callable[[int], tuple[object, ...]], int]] = {
+        "quantise": (lambda i: (x[i],), tokens * (wide + quantised)),
         "rms_norm_fp8": (
-            operator("rms_norm_fp8", lambda i: (x[i], weight, 1e-5, update)),
-            tokens * (3 * value + quantised),
+            lambda i: (x[i], weight, 1e-5, update),
+            tokens * (3 * wide + quantised),
         ),
         "dispatch_fp8": (
-            operator("dispatch_fp8", lambda i: (x[i], chosen, num_experts)),
-            tokens * value + rows * (quantised + 8),
+            lambda i: (x[i], chosen, num_experts),
+            tokens * wide + rows * (quantised + chosen.element_size() + 4),
         ),
         "combine": (
-            operator("combine", lambda i: (outputs[i], places, chosen_weights)),
-            rows * (value + 6) + tokens * value,
+            lambda i: (outputs[i], places, chosen_weights),
+            rows * (wide + 6) + tokens * wide,
         ),
     }
+    found = {}
+    for name, (make, num_bytes) in arguments.items():
+        call = tried(name, partial(ready, name, make))
+        if call is not None:
+            found[name] = (call, num_bytes)
+    return found
+
+
+def ready(name: str, arguments: Callable[[int], tuple[object, ...]]) -> Call:
+    """The operator's call, after a first."""
+    operator = getattr(load_fp8("cuda"), name)
+
+    def call(index: int) -> object:
+        return operator(*arguments(index))
+
+    call(0)
+    return call
 
 
 def rotated(tokens: int) -> int:
@@ -62,11 +66,8 @@ def rotated(tokens: int) -> int:
 def bench_activations(bench: Bench) -> None:
     num_experts = EXPERTS[bench.arguments.model]
     for tokens in bench.arguments.tokens or TOKENS:
-        for name, (make, num_bytes) in activation_calls(tokens, num_experts).items():
-            made = tried(name, make)
-            if made is None:
-                continue
-            times = bench.time({OURS: made[0]}, rotated(tokens))
+        for name, (call, num_bytes) in activation_calls(tokens, num_experts).items():
+            times = bench.time({OURS: call}, rotated(tokens))
             own = times[OURS].burst
             floor = floor_ms(0, num_bytes)
             print(

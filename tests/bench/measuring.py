@@ -70,11 +70,10 @@ class Samples:
     def spread(self) -> Spread:
         ordered = sorted(self.times)
         low, middle, high = (ordered[int(share * (len(ordered) - 1))] for share in (0.1, 0.5, 0.9))
-        clock, power = (int(median(values)) if values else None for values in self._board())
+        clock, power = (
+            int(median(values)) if values else None for values in (self.sm_mhz, self.watts)
+        )
         return Spread(low, middle, high, clock, power)
-
-    def _board(self) -> tuple[list[int], list[int]]:
-        return self.sm_mhz, self.watts
 
 
 class Board:

@@ -28,9 +28,10 @@ class Bench:
         self.board = Board()
         self.lines: list[str] = []
         words = sys.argv[1:]
-        if "--output" in words:
-            index = words.index("--output")
-            del words[index : index + 2]
+        for option in ("--output", "--commit"):
+            if option in words:
+                index = words.index(option)
+                del words[index : index + 2]
         self.command = " ".join(["python tests/bench/bench_gemm.py", *words])
 
     def time(
