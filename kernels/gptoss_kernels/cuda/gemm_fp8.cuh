@@ -216,6 +216,7 @@ struct Math {
             }
         }
         if (waves == 0) {
+            __syncwarp();  // no lane may still wait for what is released
             release();
             return;
         }

@@ -21,6 +21,10 @@
 // What a tile loads beyond its expert's rows or columns is its neighbours'; it is multiplied, and
 // not stored.
 //
+// Every launch lets the next one's blocks take its multiprocessors as they become free. That of
+// SWIGLU = 0 hands out its first tiles and fetches their weights without a wait for the kernel
+// before it, which therefore writes neither weights nor expert_start.
+//
 // Defined by whoever compiles this, beside what gemm_fp8.cuh wants: SWIGLU, OUT_GROUP, X_BOX (rows
 // of x that one load brings), MAXIMUM_EXPERTS, COUNTERS.
 
@@ -98,10 +102,11 @@ struct Mailbox {
     // By all lanes of a math warp, or by the one thread of the producer.
     template <bool IS_PRODUCER>
     __device__ __forceinline__ Job take(uint32_t shared) {
-        Job job;
+        Job job = {};
         barrier_wait(shared + JOB_FULL_OFFSET, phase);
         phase ^= 1;
-        load_shared(shared + JOB_OFFSET, job.row, job.row_end, job.column, job.expert);
+        if (IS_PRODUCER || threadIdx.x % 32 == 0)
+            load_shared(shared + JOB_OFFSET, job.row, job.row_end, job.column, job.expert);
         if constexpr (IS_PRODUCER) {
             expect(shared);  // the next one
             empty(shared);
@@ -110,7 +115,6 @@ struct Mailbox {
             job.row_end = same_in_warp(job.row_end);
             job.column = same_in_warp(job.column);
             job.expert = same_in_warp(job.expert);
-            __syncwarp();  // all lanes have read
             if (threadIdx.x % 32 == 0) empty(shared);
         }
         return job;
@@ -203,7 +207,7 @@ struct Scheduler {
     }
 
     __device__ __forceinline__ void run() const {
-        wait_for_previous_kernels();
+        if constexpr (SWIGLU) wait_for_previous_kernels();
         const int total = fill_table();
         if (lane != 0) return;
         const int num_clusters = gridDim.x / CLUSTER;
@@ -212,6 +216,8 @@ struct Scheduler {
         for (uint32_t phase = 0;; phase ^= 1) {
             const Job next = index < total ? job(index) : Job{0, 0, 0, -1};
             Mailbox::put(shared, next);
+            // Until here this launch's last replay may be using the counter.
+            if constexpr (!SWIGLU) wait_for_previous_kernels();
             if (index >= total) break;
             barrier_wait(shared + JOB_EMPTY_OFFSET, phase);
             index = num_clusters + atomicAdd(counter, 1);
@@ -230,6 +236,21 @@ __device__ __forceinline__ void load(bool is_shared, uint32_t destination, const
         load<false>(destination, map, full, inner, outer);
 }
 
+// What one slot of the ring gets, however many loads bring it.
+__device__ __forceinline__ int slot_bytes(const Job& job) {
+    return WEIGHT_BYTES + (job.row_end - job.row + X_BOX - 1) / X_BOX * X_BOX * BLOCK_K +
+           job.chunks() * SCALES * SCALE_ROWS * 4;
+}
+
+__device__ __forceinline__ void load_weight(uint32_t shared, const TensorMap* weight_map,
+                                            const Arguments& arguments, const Job& job, int slot,
+                                            int k) {
+    const uint32_t full = shared + FULL_OFFSET + slot * 8;
+    barrier_expect(full, slot_bytes(job));
+    load_box(shared + WEIGHT_OFFSET + slot * WEIGHT_BYTES, weight_map, full, k * BLOCK_K,
+             job.expert * arguments.N + job.column);
+}
+
 __device__ __forceinline__ void produce(uint32_t shared, const TensorMap* x_map,
                                         const TensorMap* x_scale_map, const TensorMap* weight_map,
                                         const Arguments& arguments) {
@@ -237,21 +258,24 @@ __device__ __forceinline__ void produce(uint32_t shared, const TensorMap* x_map,
     const int rank = CLUSTER > 1 ? cluster_rank() : 0;
     Ring ring;
     Mailbox mailbox;
-    for (Job all = mailbox.take<true>(shared); !all.is_last(); all = mailbox.take<true>(shared)) {
+    Job all = mailbox.take<true>(shared);
+    int num_early = SWIGLU || all.is_last() ? 0 : min(STAGES, num_k_blocks);
+    for (int k = 0; k < num_early; ++k)
+        load_weight(shared, weight_map, arguments, all.of_block(), k, k);
+    wait_for_previous_kernels();
+    allow_next_kernel();
+    for (; !all.is_last(); all = mailbox.take<true>(shared), num_early = 0) {
         const Job job = all.of_block();
         const bool is_shared = CLUSTER_N != 1 && !all.is_alone();
-        const int weight_row = job.expert * arguments.N + job.column;
         const int num_rows = job.row_end - job.row;
-        const int bytes = WEIGHT_BYTES + (num_rows + X_BOX - 1) / X_BOX * X_BOX * BLOCK_K +
-                          job.chunks() * SCALES * SCALE_ROWS * 4;
         for (int k = 0; k < num_k_blocks; ++k, ring.advance(1)) {
             const uint32_t full = shared + FULL_OFFSET + ring.slot * 8;
             const uint32_t x = shared + X_OFFSET + ring.slot * X_BYTES;
             const uint32_t x_scale = shared + X_SCALE_OFFSET + ring.slot * X_SCALE_BYTES;
-            barrier_wait(shared + EMPTY_OFFSET + ring.slot * 8, ring.phase ^ 1);
-            barrier_expect(full, bytes);
-            load_box(shared + WEIGHT_OFFSET + ring.slot * WEIGHT_BYTES, weight_map, full,
-                     k * BLOCK_K, weight_row);
+            if (k >= num_early) {
+                barrier_wait(shared + EMPTY_OFFSET + ring.slot * 8, ring.phase ^ 1);
+                load_weight(shared, weight_map, arguments, job, ring.slot, k);
+            }
             // Blocks of a cluster take turns at the rows that they share.
             for (int row = is_shared ? rank * 64 : 0; row < num_rows;
                  row += is_shared ? CLUSTER_N * 64 : 64) {
@@ -263,7 +287,6 @@ __device__ __forceinline__ void produce(uint32_t shared, const TensorMap* x_map,
             }
         }
     }
-    allow_next_kernel();
 }
 
 // ---- multiplying -----------------------------------------------------------------------------

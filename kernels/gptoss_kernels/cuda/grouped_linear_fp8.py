@@ -35,6 +35,10 @@ def grouped_linear_fp8(
     [E, ceil(N / 128), ceil(K / 128)]; `bias` [E, N] fp32. N a multiple of 8, K of 16. Raises
     ValueError on anything else but the values of `expert_start`, which stay on the device, and
     runtime.CudaError where there is no Hopper GPU.
+
+    All but `x` and `x_scale` is read while the kernel launched just before this one on the stream
+    may still run, so that one must write none of it: `expert_start` comes from two launches before
+    or from further back, as where grouped_swiglu_fp8 lies between.
     """
     if out is None:
         rows, n, _ = contracts.sizes(x, weight, 3)

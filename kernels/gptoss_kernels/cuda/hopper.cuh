@@ -32,7 +32,10 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
 }
 
 // At the same barrier of another block of the cluster. Without a scope of `cluster`, which would
-// cost a fence of the whole GPU: what arrives here has only read.
+// cost a fence of the whole GPU in each block of K. So by the letter nothing orders what the other
+// block does next after what this one did before. It only read, though: the tensor cores have
+// finished (wgmma_wait), and what a warp loads from its own shared memory was issued to the same
+// queue earlier and is read before the arrival leaves the multiprocessor.
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier, uint32_t cta) {
     asm volatile(
         "{\n"
