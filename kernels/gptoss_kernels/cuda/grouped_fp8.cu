@@ -349,7 +349,8 @@ struct GroupedMath : Math {
                             -experts.limit);
                 const float swish = gate * logistic2(experts.exponent_scale * gate);
                 y[half][i] = swish * up + swish;
-                if (4 * i < num_outputs) amax[half] = max_nan(amax[half], fabsf(y[half][i]));
+                if (i / 4 * 16 < num_outputs)  // a multiple of 16
+                    amax[half] = max_nan(amax[half], fabsf(y[half][i]));
             }
             amax[half] = max_nan(amax[half], __shfl_xor_sync(0xFFFFFFFF, amax[half], 1));
             amax[half] = max_nan(amax[half], __shfl_xor_sync(0xFFFFFFFF, amax[half], 2));
@@ -361,7 +362,7 @@ struct GroupedMath : Math {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const float at_least = max_nan(amax[half], 1e-10f);
-            const float inverse = 448.f / at_least;
+            const float inverse = quotient_of_448(at_least);
             uint32_t words[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i)
@@ -397,18 +398,14 @@ struct GroupedMath : Math {
         if (next.is_last()) return;
         Job job = next;
         prefetch(next.column, next.expert);
-#pragma unroll
-        for (int wave = 0; wave < WAVES; ++wave) start(wave);
         for (int tile = 0; !next.is_last(); ++tile) {
             const auto boundary = boundary_of(next.column);
             const int waves = waves_of(next);
             first_scale = next.row % 4;
             // All waves, also those without rows: what they have left is stored meanwhile.
             block(0, boundary, Constant<WAVES>(), [&](int wave) {
-                if (tile != 0) {
-                    finish(wave, job);
-                    start(wave);
-                }
+                if (tile != 0) finish(wave, job);
+                start(wave);
                 if (wave == WAVES - 1) {
                     job = next;
                     next = take();

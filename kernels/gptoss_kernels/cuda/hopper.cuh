@@ -209,37 +209,40 @@ __device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d
     return packed;
 }
 
+// 448 / x, rounded as a division is, for x of at least 1e-30; NaN for inf and NaN.
+__device__ __forceinline__ float quotient_of_448(float x) {
+    const float divisor = x * (1.f / 256.f);  // so that its inverse is no denormal number
+    float inverse;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(divisor));
+    inverse = fmaf(fmaf(-divisor, inverse, 1.f), inverse, inverse);
+    const float quotient = 1.75f * inverse;
+    return fmaf(fmaf(-divisor, quotient, 1.75f), inverse, quotient);
+}
+
 // Lane q of a quad has byte 4 i + q of 64 as byte i % 4 of word i / 4; afterwards it has the bytes
 // 16 q to 16 q + 15.
 __device__ __forceinline__ void transpose_bytes_in_quad(uint32_t (&words)[4], int q) {
     const bool is_upper = q & 2, is_odd = q & 1;
-    // from[l]: the word that lane l had for this one.
-    uint32_t pairs[2][2];  // [lane / 2][word % 2]
+    // Word q of the lanes q, q ^ 1, q ^ 2 and q ^ 3.
+    uint32_t own[2], other[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        const uint32_t kept = is_upper ? words[i + 2] : words[i];
-        const uint32_t got =
-            __shfl_xor_sync(0xFFFFFFFF, is_upper ? words[i] : words[i + 2], 2);
-        pairs[0][i] = is_upper ? got : kept;
-        pairs[1][i] = is_upper ? kept : got;
+        own[i] = is_upper ? words[i + 2] : words[i];
+        other[i] = __shfl_xor_sync(0xFFFFFFFF, is_upper ? words[i] : words[i + 2], 2);
     }
-    uint32_t from[4];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const uint32_t kept = is_odd ? pairs[i][1] : pairs[i][0];
-        const uint32_t got =
-            __shfl_xor_sync(0xFFFFFFFF, is_odd ? pairs[i][0] : pairs[i][1], 1);
-        from[2 * i] = is_odd ? got : kept;
-        from[2 * i + 1] = is_odd ? kept : got;
-    }
-    const uint32_t low_01 = __byte_perm(from[0], from[1], 0x5140);
-    const uint32_t low_23 = __byte_perm(from[2], from[3], 0x5140);
-    const uint32_t high_01 = __byte_perm(from[0], from[1], 0x7362);
-    const uint32_t high_23 = __byte_perm(from[2], from[3], 0x7362);
-    words[0] = __byte_perm(low_01, low_23, 0x5410);
-    words[1] = __byte_perm(low_01, low_23, 0x7632);
-    words[2] = __byte_perm(high_01, high_23, 0x5410);
-    words[3] = __byte_perm(high_01, high_23, 0x7632);
+    const uint32_t a = is_odd ? own[1] : own[0];
+    const uint32_t b = __shfl_xor_sync(0xFFFFFFFF, is_odd ? own[0] : own[1], 1);
+    const uint32_t c = is_odd ? other[1] : other[0];
+    const uint32_t d = __shfl_xor_sync(0xFFFFFFFF, is_odd ? other[0] : other[1], 1);
+    // Which of two lanes is the lower one is settled by the order in which bytes are taken.
+    const uint32_t low = is_odd ? 0x1504 : 0x5140, high = is_odd ? 0x3726 : 0x7362;
+    const uint32_t even = is_upper ? 0x1054 : 0x5410, odd = is_upper ? 0x3276 : 0x7632;
+    const uint32_t ab_low = __byte_perm(a, b, low), cd_low = __byte_perm(c, d, low);
+    const uint32_t ab_high = __byte_perm(a, b, high), cd_high = __byte_perm(c, d, high);
+    words[0] = __byte_perm(ab_low, cd_low, even);
+    words[1] = __byte_perm(ab_low, cd_low, odd);
+    words[2] = __byte_perm(ab_high, cd_high, even);
+    words[3] = __byte_perm(ab_high, cd_high, odd);
 }
 
 // ---- warpgroups ------------------------------------------------------------------------------
