@@ -1,20 +1,301 @@
-"""Refusals in words, on a machine without a GPU."""
+"""The driver's side without a GPU: refusals in words; what is launched, told by a fake driver.
+
+The fake is called as the real one is, by the C conventions, and reads what lies at the addresses.
+"""
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from gptoss_kernels.cuda import runtime
+from gptoss_kernels.cuda.compiler import Cubin, CudaError
+
+CUBIN = Cubin(b"image", 0, 0, 0, 0, warnings=())
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
-def test_no_gpu_is_said_so() -> None:
-    with pytest.raises(runtime.CudaError, match="need an NVIDIA GPU, and PyTorch finds none"):
+def function(call: Callable[..., int], *kinds: type) -> Any:
+    return ctypes.CFUNCTYPE(ctypes.c_int, *kinds)(call)
+
+
+class Driver:
+    """libcuda.so.1 as far as it is used; `launched` has (stream, grid, threads, first argument)."""
+
+    def __init__(self, version: int = 13000, launch_status: int = 0) -> None:
+        self.launched: list[tuple[int, int, int, int]] = []
+        self.launch_status = launch_status
+        pointer, number = ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)
+        text = ctypes.POINTER(ctypes.c_char_p)
+
+        def write(target: Any, value: Any) -> int:
+            target[0] = value
+            return 0
+
+        self.cuDriverGetVersion = function(lambda target: write(target, version), number)
+        words = b"an illegal memory access was encountered"
+        self.cuGetErrorString = function(
+            lambda status, target: write(target, words), ctypes.c_int, text
+        )
+        self.cuLaunchKernelEx = function(self.launch, pointer, pointer, pointer, pointer)
+
+    def launch(self, config: int, kernel: int, arguments: int, extra: int | None) -> int:
+        found = runtime._LaunchConfig.from_address(config)
+        first = ctypes.c_void_p.from_address(arguments).value
+        assert first is not None
+        value = ctypes.c_int.from_address(first).value
+        self.launched.append((found.stream or 0, found.grid[0], found.block[0], value))
+        return self.launch_status
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Driver], Driver]]:
+    """Put a driver where the real one would be loaded."""
+    for cached in (runtime._driver, runtime.require_hopper):
+        cached.cache_clear()
+
+    def put(driver: Driver) -> Driver:
+        monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+        return driver
+
+    yield put
+    for cached in (runtime._driver, runtime.require_hopper):
+        cached.cache_clear()
+
+
+@pytest.fixture
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def pretend(capability: tuple[int, int] = (9, 0), name: str = "NVIDIA H200") -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+
+    return pretend
+
+
+# ---- refusals ----------------------------------------------------------------------------------
+
+
+def test_no_driver_is_said_so(install, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file: No such file or directory")
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    with pytest.raises(CudaError, match=r"no driver is installed here: libcuda\.so\.1: cannot"):
         runtime.require_hopper(0)
 
 
-def test_loading_under_capture_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "require_hopper", lambda device: None)
+@pytest.mark.parametrize(("version", "words"), [(12080, r"12\.8"), (12090, r"12\.9")])
+def test_an_old_driver_is_said_so(install, version: int, words: str) -> None:
+    install(Driver(version))
+    with pytest.raises(CudaError, match=rf"supports CUDA {words}, Hopper kernels need 13\.0: upd"):
+        runtime.require_hopper(0)
+
+
+@pytest.mark.parametrize("version", [13000, 13010])
+def test_the_minimum_driver_will_do(install, pretend_gpu, version: int) -> None:
+    pretend_gpu()
+    install(Driver(version))
+    runtime.require_hopper(0)
+
+
+@pytest.mark.parametrize(
+    ("built_for", "words"), [("13.0", "PyTorch finds none"), (None, "built without CUDA")]
+)
+def test_no_gpu_is_said_so(
+    install, monkeypatch: pytest.MonkeyPatch, built_for: str | None, words: str
+) -> None:
+    install(Driver())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", built_for)
+    with pytest.raises(CudaError, match=f"need an NVIDIA GPU, and .*{words}"):
+        runtime.require_hopper(0)
+
+
+@pytest.mark.parametrize(
+    ("capability", "name"), [((8, 0), "NVIDIA A100"), ((10, 0), "NVIDIA B200")]
+)
+def test_another_architecture_is_said_so(
+    install, pretend_gpu, capability: tuple[int, int], name: str
+) -> None:
+    install(Driver())
+    pretend_gpu(capability, name)
+    found = f"{name} has {capability[0]}.{capability[1]}"
+    with pytest.raises(CudaError, match=rf"need compute capability 9\.0 .*{found}"):
+        runtime.require_hopper(0)
+
+
+def test_loading_under_capture_is_refused_in_words(
+    install, pretend_gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(Driver())
+    pretend_gpu()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    cubin = runtime.Cubin(b"", 0, 0, 0, 0, warnings=())
-    with pytest.raises(runtime.CudaError, match=r"fill cannot be loaded .* before the capture"):
-        runtime.Kernel(cubin, "fill", shared_bytes=0, device=0)
+    with pytest.raises(CudaError, match=r"fill cannot be loaded .* before the capture"):
+        runtime.Kernel(CUBIN, "fill", shared_bytes=0, device=0)
+
+
+# ---- launches ----------------------------------------------------------------------------------
+
+
+class Value(ctypes.Structure):
+    _fields_ = (("value", ctypes.c_int),)
+
+
+class Operator:
+    """Launches a kernel that is told the rows of x, as operators do; counts its preparations."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.kernel: Any = SimpleNamespace(
+            _library=driver, function=ctypes.c_void_p(1), shared_bytes=0
+        )
+        self.prepared = 0
+
+    def __call__(self, *tensors: Tensor, options: object = None) -> None:
+        def prepare() -> runtime.Launch:
+            self.prepared += 1
+            rows = Value(tensors[0].shape[0])
+            return runtime.Launch(self.kernel, grid=7, threads=128, arguments=(rows,))
+
+        runtime.launch(options, tensors, prepare)
+
+
+@pytest.fixture
+def current(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The current device, that of tensors without a GPU at first, and stream."""
+    now = SimpleNamespace(device=-1, stream=0, entered=[])
+
+    @contextmanager
+    def entering(device: int) -> Iterator[None]:
+        before, now.device = now.device, device
+        now.entered.append(device)
+        yield
+        now.device = before
+
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: now.device, raising=False)
+    monkeypatch.setattr(
+        torch._C, "_cuda_getCurrentRawStream", lambda device: now.stream, raising=False
+    )
+    monkeypatch.setattr(torch.cuda, "device", entering)
+    monkeypatch.setattr(runtime, "_launches", {})
+    return now
+
+
+def test_the_same_buffers_are_prepared_once(current: SimpleNamespace) -> None:
+    driver = Driver()
+    operator = Operator(driver)
+    x, out = torch.zeros(5, 64), torch.zeros(5, 64)
+    for current.stream in (11, 12, 12):
+        operator(x, out)
+    operator(x.view(5, 64), out[:])  # other objects, the same memory
+    assert operator.prepared == 1
+    assert driver.launched == [(stream, 7, 128, 5) for stream in (11, 12, 12, 12)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x, out: (x[:4], out),
+        lambda x, out: (x[:, :4], out),
+        lambda x, out: (x.t(), out),
+        lambda x, out: (x.view(torch.int32), out),
+        lambda x, out: (x.view(-1), out),
+        lambda x, out: (x.clone(), out),
+        lambda x, out: (x[1:], out),
+        lambda x, out: (x, out[:4]),
+        lambda x, out: (x, out.t()),
+        lambda x, out: (x, out.view(torch.int32)),
+        lambda x, out: (x, out.as_strided((8, 8), (4, 1))),
+        lambda x, out: (out, x),
+    ],
+    ids=[
+        *("rows", "columns", "strides", "dtype", "dimensions", "address", "offset"),
+        *("rows of out", "strides of out", "dtype of out", "pitch of out", "exchanged"),
+    ],
+)
+def test_a_change_at_the_same_address_is_seen(change, current: SimpleNamespace) -> None:
+    driver = Driver()
+    operator = Operator(driver)
+    x, out = torch.zeros(8, 8), torch.zeros(8, 8)
+    changed = change(x, out)
+    operator(x, out)
+    operator(*changed)
+    assert operator.prepared == 2
+    assert driver.launched[-1][-1] == changed[0].shape[0]
+    operator(x, out)
+    assert driver.launched[-1][-1] == 8
+
+
+def test_a_tensor_that_is_changed_in_place_is_seen(current: SimpleNamespace) -> None:
+    operator = Operator(Driver())
+    x, out = torch.zeros(8, 8), torch.zeros(8, 8)
+    operator(x, out)
+    operator(x.t_(), out)
+    operator(x.t_(), out.resize_(4, 8))
+    operator(x.resize_(4, 8), out)
+    assert operator.prepared == 4
+
+
+def test_batches_of_other_sizes_in_the_same_buffers_do_not_displace_each_other(
+    current: SimpleNamespace,
+) -> None:
+    operator = Operator(Driver())
+    x, out = torch.zeros(8, 8), torch.zeros(8, 8)
+    for _ in range(3):
+        for rows in range(1, 9):
+            operator(x[:rows], out[:rows])
+    assert operator.prepared == 8
+
+
+def test_other_options_are_another_launch(current: SimpleNamespace) -> None:
+    operator = Operator(Driver())
+    x = torch.zeros(8, 8)
+    for options in ("a", "b", "a", ("a", 1.0), ("a", 2.0)):
+        operator(x, options=options)
+    assert operator.prepared == 4
+
+
+def test_a_launch_goes_to_the_device_of_its_tensors(current: SimpleNamespace) -> None:
+    driver = Driver()
+    operator = Operator(driver)
+    x = torch.zeros(8, 8)
+    operator(x)
+    assert current.entered == []
+    current.device = 0
+    operator(x)
+    assert current.entered == [-1]
+    assert len(driver.launched) == 2
+
+
+def test_buffers_that_never_come_back_do_not_fill_the_memory(
+    current: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime, "_MAXIMUM_LAUNCHES", 4)
+    operator = Operator(Driver())
+    x = torch.zeros(64, 8)
+    for row in range(20):
+        operator(x[row:])
+        assert len(runtime._launches) <= 4
+    assert operator.prepared == 20
+
+
+def test_what_could_not_be_prepared_is_tried_again(current: SimpleNamespace) -> None:
+    x = torch.zeros(8, 8)
+
+    def refuse() -> runtime.Launch:
+        raise ValueError("no")
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no"):
+            runtime.launch(None, (x,), refuse)
+    Operator(Driver())(x)
+
+
+def test_a_failed_launch_says_why(install, current: SimpleNamespace) -> None:
+    operator = Operator(install(Driver(launch_status=700)))
+    with pytest.raises(CudaError, match=r"could not launch a kernel: an illegal memory .* \(700\)"):
+        operator(torch.zeros(8, 8))

@@ -7,22 +7,19 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields
 
-import torch
-from torch import Tensor
-
 from gptoss_kernels.cuda import runtime
+from gptoss_kernels.cuda.runtime import launch
 from gptoss_kernels.fp8 import BLOCK
+
+__all__ = ["Arguments", "Tile", "kernel", "launch"]
 
 # Of the served tiles the narrowest alone has room for one more, which was not timed.
 _MAXIMUM_STAGES = 18
 # Rows that are done along all of N before the next ones: 132 blocks of 256 x 128 then cover about
 # as many columns as rows, which reads the least into L2.
 _BAND_ROWS = 2048
-# Buffers of a serving engine come back at the same addresses; others would fill the memory.
-_MAXIMUM_LAUNCHES = 4096
 
 
 @dataclass(frozen=True)
@@ -146,29 +143,3 @@ class Arguments(ctypes.Structure):
         ("out_stride", ctypes.c_int),
         ("x_rows", ctypes.c_int),
     )
-
-
-def launch(
-    options: Hashable, tensors: Sequence[Tensor], prepare: Callable[[], runtime.Launch]
-) -> None:
-    """Launch on the current stream of the first tensor's GPU, which need not be the current one.
-
-    `prepare` checks and packs, once for the same buffers.
-    """
-    device = tensors[0].device
-    if tensors[0].is_cuda and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            launch(options, tensors, prepare)
-        return
-    key = (options, device.index, *((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors))
-    found = _launches.get(key)
-    if found is None:
-        found = prepare()
-        if len(_launches) >= _MAXIMUM_LAUNCHES:
-            _launches.clear()
-        _launches[key] = found
-    # As torch.cuda.current_stream does, without the 3 us that its stream object costs.
-    found(torch._C._cuda_getCurrentRawStream(device.index))
-
-
-_launches: dict[tuple[object, ...], runtime.Launch] = {}

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -32,6 +33,7 @@ __all__ = [
     "TensorMap",
     "compile_source",
     "kernel_source",
+    "launch",
     "load",
     "require_hopper",
     "tensor_map",
@@ -67,13 +69,15 @@ def _driver() -> ctypes.CDLL:
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        raise CudaError(f"no NVIDIA driver on this machine: {error}") from error
+        raise CudaError(
+            f"Hopper kernels need an NVIDIA GPU, and no driver is installed here: {error}"
+        ) from error
     version = ctypes.c_int()
     library.cuDriverGetVersion(ctypes.byref(version))
     found = (version.value // 1000, version.value % 1000 // 10)
     if found < MINIMUM_DRIVER:
         raise CudaError(
-            f"the driver supports CUDA {found[0]}.{found[1]}, the kernels need "
+            f"the NVIDIA driver supports CUDA {found[0]}.{found[1]}, Hopper kernels need "
             f"{MINIMUM_DRIVER[0]}.{MINIMUM_DRIVER[1]}: update the driver"
         )
     return library
@@ -90,8 +94,10 @@ def _check(status: int, action: str) -> None:
 @functools.cache
 def require_hopper(device: int) -> None:
     """Refuse, in words, a machine or a device that cannot run these kernels."""
+    _driver()
     if not torch.cuda.is_available():
-        raise CudaError("Hopper kernels need an NVIDIA GPU, and PyTorch finds none")
+        why = "PyTorch finds none" if torch.version.cuda else "this PyTorch was built without CUDA"
+        raise CudaError(f"Hopper kernels need an NVIDIA GPU, and {why}")
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) != (9, 0):
         raise CudaError(
@@ -213,3 +219,64 @@ class Launch:
         status = self._launch(self._config_reference, self._function, self._addresses, None)
         if status != 0:
             _check(status, "launch a kernel")
+
+
+def launch(
+    options: Hashable, tensors: Sequence[torch.Tensor], prepare: Callable[[], Launch]
+) -> None:
+    """Launch on the current stream of the first tensor's GPU, which need not be the current one.
+
+    `prepare` checks and packs. What it gave is launched again where the options are equal, and
+    address, shape, strides and dtype of all tensors.
+    """
+    address, layout = _identify(len(tensors))(*tensors)
+    found = _launches.get((options, address))
+    if found is None or found.layout != layout:
+        found = _prepare(options, tensors, prepare)
+    device = found.device
+    if device != torch._C._cuda_getDevice():
+        with torch.cuda.device(device):
+            found.launch(torch._C._cuda_getCurrentRawStream(device))
+        return
+    # As torch.cuda.current_stream does, without the 3 us that its stream object costs.
+    found.launch(torch._C._cuda_getCurrentRawStream(device))
+
+
+class _Prepared(NamedTuple):
+    layout: tuple[object, ...]
+    device: int
+    launch: Launch
+
+
+# Buffers of a serving engine come back at the same addresses; others would fill the memory.
+_MAXIMUM_LAUNCHES = 4096
+_launches: dict[tuple[object, ...], _Prepared] = {}
+
+
+def _prepare(
+    options: Hashable, tensors: Sequence[torch.Tensor], prepare: Callable[[], Launch]
+) -> _Prepared:
+    device = tensors[0].get_device()
+    if device < 0 or device == torch._C._cuda_getDevice():
+        ready = prepare()
+    else:
+        with torch.cuda.device(device):
+            ready = prepare()
+    if len(_launches) >= _MAXIMUM_LAUNCHES:
+        _launches.clear()
+    address, layout = _identify(len(tensors))(*tensors)
+    prepared = _launches[options, address] = _Prepared(layout, device, ready)
+    return prepared
+
+
+@functools.cache
+def _identify(count: int) -> Callable[..., tuple[tuple[object, ...], tuple[object, ...]]]:
+    """A function of `count` tensors: where they are, with the first one's shape, and all else.
+
+    Written out for each count: a loop over them takes twice the time, as hashing all of it would.
+    The first shape, the rows of a batch, is what changes at the same addresses.
+    """
+    names = [f"t{i}" for i in range(count)]
+    address = ", ".join(f"{name}.data_ptr()" for name in names)
+    layout = ", ".join(f"{name}.shape, {name}.stride(), {name}.dtype" for name in names)
+    return eval(f"lambda {', '.join(names)}: (({address}, t0.shape), ({layout}))")
