@@ -11,7 +11,16 @@ from typing import NoReturn
 
 import pytest
 
-from gptoss_kernels.cuda import build, grouped_fp8, linear_fp8
+from gptoss_kernels.cuda import (
+    build,
+    combine,
+    dispatch_fp8,
+    grouped_fp8,
+    linear_fp8,
+    quantise,
+    rows,
+)
+from gptoss_kernels.cuda import rms_norm_fp8 as norm
 from gptoss_kernels.cuda.compiler import Cubin, KernelSpec
 
 # Its sums, one a thread and row, want more registers than 24.
@@ -37,7 +46,8 @@ def only(spec: KernelSpec, cache: Path) -> build.Built:
     return built
 
 
-# On two cores 20 s for 24 kernels: the one place where the tests compile all that is served.
+# The one place where the tests compile all that is served: 40 s on two cores.
+@pytest.mark.timeout(600)
 def test_all_served_kernels_are_fit_to_be_served(tmp_path: Path) -> None:
     specs = build.served_kernels()
     built = {each.spec: each for each in build.build(specs, jobs=2, cache=tmp_path)}
@@ -60,6 +70,11 @@ def test_what_is_served_is_what_operators_choose() -> None:
             swiglu = {"x_group": 128, "swiglu": True, "out_group": out_group}
             assert tile.spec in served
             assert grouped_fp8.choose_tile(m * 4, experts, **swiglu).spec in served
+        layout = rows.choose_layout(m, 2880)
+        assert quantise.spec(layout, 128) in served
+        assert {norm.spec(layout, is_fp8=True), norm.spec(layout, is_fp8=False)} <= served
+        assert combine.spec(combine.choose_combine_layout(m, 2880, 4), 4) in served
+    assert set(dispatch_fp8.specs(2880, 128, 4).values()) <= served
     assert len({str(spec) for spec in served}) == len(served)
 
 

@@ -71,8 +71,9 @@ class Built:
 def served_kernels() -> tuple[KernelSpec, ...]:
     """Each once, for any number of tokens of any served model on any Hopper GPU."""
     models = SERVED_MODELS.values()
-    kernels = (spec for model in models for spec in (*_dense(model), *_grouped(model)))
-    return tuple(sorted(set(kernels), key=str))
+    kinds = (_dense, _grouped, _bound_by_memory)
+    kernels = {spec for model in models for kind in kinds for spec in kind(model)}
+    return tuple(sorted(kernels, key=str))
 
 
 def _dense(model: ModelSizes) -> Iterator[KernelSpec]:
@@ -95,6 +96,25 @@ def _grouped(model: ModelSizes) -> Iterator[KernelSpec]:
         tiles.add(choose_tile(*sizes, x_group=group))
     for tile in tiles:
         yield tile.spec
+
+
+def _bound_by_memory(model: ModelSizes) -> Iterator[KernelSpec]:
+    from gptoss_kernels.cuda import combine, dispatch_fp8, quantise, rms_norm_fp8, rows
+    from gptoss_kernels.fp8 import BLOCK
+
+    chosen = model.experts_per_token
+    for layout in {rows.choose_layout(tokens, model.hidden) for tokens in _NUM_TOKENS}:
+        yield from (rms_norm_fp8.spec(layout, is_fp8=is_fp8) for is_fp8 in (True, False))
+    # The inputs of qkv and of attention's output product, and of w2 where SwiGLU is not fused.
+    quantised = ((model.hidden, BLOCK), (model.attention, BLOCK))
+    quantised += tuple((model.intermediate, group) for group in _SWIGLU_GROUPS)
+    for columns, group in quantised:
+        for layout in {rows.choose_layout(tokens, columns) for tokens in _NUM_TOKENS}:
+            yield quantise.spec(layout, group)
+    for tokens in _NUM_TOKENS:
+        layout = combine.choose_combine_layout(tokens, model.hidden, chosen)
+        yield combine.spec(layout, chosen)
+    yield from dispatch_fp8.specs(model.hidden, model.num_experts, chosen).values()
 
 
 def build(specs: Iterable[KernelSpec], *, jobs: int, cache: Path | None = None) -> Iterator[Built]:

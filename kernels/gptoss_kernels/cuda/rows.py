@@ -80,7 +80,7 @@ def check_row_matrix(name: str, matrix: Tensor, columns: int, x: Tensor) -> None
 def row_spec(name: str, layout: RowLayout, **defines: int) -> KernelSpec:
     """<name>.cu below rows.cuh, and for a part of the dispatch below dispatch.cuh."""
     shared = ("rows.cuh", "dispatch.cuh") if name.startswith("dispatch_") else ("rows.cuh",)
-    variant = f"{layout.warps}x{layout.vectors}"
+    variant = f"{layout.rows}x{layout.warps}x{layout.vectors}"
     return KernelSpec(
         name,
         files=(*shared, f"{name}.cu"),
