@@ -26,9 +26,13 @@ def function(call: Callable[..., int], *kinds: type) -> Any:
 class Driver:
     """libcuda.so.1 as far as it is used; `launched` has (stream, grid, threads, first argument)."""
 
-    def __init__(self, version: int = 13000, launch_status: int = 0) -> None:
+    def __init__(
+        self, version: int = 13000, launch_status: int = 0, encode_status: int = 0
+    ) -> None:
         self.launched: list[tuple[int, int, int, int]] = []
+        self.encoded: list[tuple[int, ...]] = []
         self.launch_status = launch_status
+        self.encode_status = encode_status
         pointer, number = ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)
         text = ctypes.POINTER(ctypes.c_char_p)
 
@@ -42,6 +46,26 @@ class Driver:
             lambda status, target: write(target, words), ctypes.c_int, text
         )
         self.cuLaunchKernelEx = function(self.launch, pointer, pointer, pointer, pointer)
+        number = ctypes.c_int
+        self.cuTensorMapEncodeTiled = function(
+            self.encode, *(pointer, number, ctypes.c_uint32), *[pointer] * 5, *[number] * 4
+        )
+
+    def encode(self, target: int, kind: int, rank: int, address: int, *others: int) -> int:
+        sizes, pitches, box, steps, interleave, swizzle, promotion, fill = others
+        assert target % 64 == 0
+        assert (rank, interleave, promotion, fill) == (2, 0, 3, 0)
+        ctypes.memset(target, len(self.encoded) + 1, 128)
+        self.encoded.append(
+            (
+                *(kind, address, swizzle),
+                *(ctypes.c_uint64 * 2).from_address(sizes),
+                *(ctypes.c_uint64 * 1).from_address(pitches),
+                *(ctypes.c_uint32 * 2).from_address(box),
+                *(ctypes.c_uint32 * 2).from_address(steps),
+            )
+        )
+        return self.encode_status
 
     def launch(self, config: int, kernel: int, arguments: int, extra: int | None) -> int:
         found = runtime._LaunchConfig.from_address(config)
@@ -137,6 +161,49 @@ def test_loading_under_capture_is_refused_in_words(
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(CudaError, match=r"fill cannot be loaded .* before the capture"):
         runtime.Kernel(CUBIN, "fill", shared_bytes=0, device=0)
+
+
+# ---- tensor maps -------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def no_known_maps() -> None:
+    runtime._encode.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind", "size"),
+    [(torch.float8_e4m3fn, 0, 1), (torch.float32, 7, 4), (torch.bfloat16, 9, 2)],
+)
+def test_a_matrix_is_described_by_its_columns_first(
+    install, dtype: torch.dtype, kind: int, size: int
+) -> None:
+    driver = install(Driver())
+    matrix = torch.zeros(6, 32, dtype=dtype)[:, :16]
+    described = runtime.tensor_map(matrix, (4, 8), 128)
+    assert driver.encoded == [(kind, matrix.data_ptr(), 3, 16, 6, 32 * size, 8, 4, 1, 1)]
+    assert bytes(described) == b"\x01" * 128
+
+
+def test_a_matrix_is_described_once(install) -> None:
+    driver = install(Driver())
+    matrix = torch.zeros(6, 32)
+    first = runtime.tensor_map(matrix, (4, 8), 0)
+    assert runtime.tensor_map(matrix.view(6, 32), (4, 8), 0) is first
+    others = (
+        *((matrix[:5], (4, 8), 0), (matrix[:, :31], (4, 8), 0), (matrix[1:], (4, 8), 0)),
+        *((matrix[::2], (4, 8), 0), (matrix, (3, 8), 0), (matrix, (4, 4), 0)),
+        (matrix, (4, 8), 32),
+    )
+    for arguments in others:
+        assert bytes(runtime.tensor_map(*arguments)) != bytes(first)
+    assert len(driver.encoded) == 1 + len(others)
+
+
+def test_a_matrix_that_the_driver_refuses_is_named(install) -> None:
+    install(Driver(encode_status=1))
+    with pytest.raises(CudaError, match="could not describe a matrix of 6 x 32 in boxes of 4 x 8"):
+        runtime.tensor_map(torch.zeros(6, 32), (4, 8), 0)
 
 
 # ---- launches ----------------------------------------------------------------------------------

@@ -117,25 +117,48 @@ def tensor_map(matrix: torch.Tensor, box: tuple[int, int], swizzle_bytes: int) -
 
     What a box covers beyond the matrix reads as zero and is not written.
     """
-    rows, columns = matrix.shape
-    memory = (ctypes.c_char * 192)()
-    address = (ctypes.addressof(memory) + 63) & ~63
+    pitch = matrix.stride(0) * matrix.element_size()
+    return _encode(matrix.data_ptr(), *matrix.shape, pitch, matrix.dtype, *box, swizzle_bytes)
+
+
+_Sizes = ctypes.c_uint64 * 2
+_Pitches = ctypes.c_uint64 * 1
+_Box = ctypes.c_uint32 * 2
+_MapMemory = ctypes.c_char * 192
+
+
+# A map depends on these numbers alone, so weights have theirs when an activation's buffer is new.
+@functools.lru_cache(maxsize=4096)
+def _encode(
+    address: int,
+    rows: int,
+    columns: int,
+    pitch: int,
+    dtype: torch.dtype,
+    box_rows: int,
+    box_columns: int,
+    swizzle_bytes: int,
+) -> TensorMap:
+    memory = _MapMemory()
+    aligned = (ctypes.addressof(memory) + 63) & ~63
     status = _driver().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(address),
-        _TYPES[matrix.dtype],
+        ctypes.c_void_p(aligned),
+        _TYPES[dtype],
         2,
-        ctypes.c_void_p(matrix.data_ptr()),
-        (ctypes.c_uint64 * 2)(columns, rows),
-        (ctypes.c_uint64 * 1)(matrix.stride(0) * matrix.element_size()),
-        (ctypes.c_uint32 * 2)(box[1], box[0]),
-        (ctypes.c_uint32 * 2)(1, 1),
+        ctypes.c_void_p(address),
+        _Sizes(columns, rows),
+        _Pitches(pitch),
+        _Box(box_columns, box_rows),
+        _Box(1, 1),
         0,
         _SWIZZLES[swizzle_bytes],
         _PROMOTE_256_BYTES,
         0,
     )
-    _check(status, f"describe a matrix of {rows} x {columns} in boxes of {box[0]} x {box[1]}")
-    return TensorMap.from_buffer_copy(ctypes.string_at(address, 128))
+    _check(
+        status, f"describe a matrix of {rows} x {columns} in boxes of {box_rows} x {box_columns}"
+    )
+    return TensorMap.from_buffer_copy(ctypes.string_at(aligned, 128))
 
 
 class Kernel:
