@@ -2,8 +2,10 @@
 
 import concurrent.futures
 import importlib
+import importlib.metadata
 import multiprocessing
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -113,6 +115,64 @@ def test_a_cache_that_cannot_be_written_is_said_once(cache: Path) -> None:
     assert spec(VALUE=2).compile().image.startswith(b"\x7fELF")  # a second warning is an error
 
 
+def test_a_folder_without_permission_is_said_once(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As for a user who may not write there; the tests may run as root, who may everywhere.
+    tried: list[str] = []
+
+    def denied(*, dir: Path, delete: bool) -> None:
+        tried.append(f"{dir}/tmp{len(tried)}")
+        raise PermissionError(13, "Permission denied", tried[-1])
+
+    compiler._warn_unwritable.cache_clear()
+    monkeypatch.setattr(compiler.tempfile, "NamedTemporaryFile", denied)
+    with pytest.warns(RuntimeWarning, match=r"kept in .*kernels \(Permission denied\)"):
+        spec(VALUE=1).compile()
+    spec(VALUE=2).compile()
+    assert len(tried) == 2
+
+
+def test_no_home_folder_is_no_reason_not_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GPTOSS_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(compiler.Path, "home", homeless)
+    compiler._warn_unwritable.cache_clear()
+    with pytest.warns(RuntimeWarning, match=r"kept \(there is no home folder\)"):
+        assert spec(VALUE=1).compile().image.startswith(b"\x7fELF")
+
+
+def test_a_cache_that_can_only_be_read_is_used(cache: Path, compilations: list[bytes]) -> None:
+    whole = spec(VALUE=1).compile()
+    cached_file(cache).chmod(0o444)
+    cache.chmod(0o555)
+    assert spec(VALUE=1).compile() == whole
+    assert len(compilations) == 1
+    cache.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("environment", "folder"),
+    [
+        ({"GPTOSS_CACHE": "/a", "XDG_CACHE_HOME": "/b"}, "/a/kernels"),
+        ({"XDG_CACHE_HOME": "/b", "HOME": "/c"}, "/b/gptoss/kernels"),
+        ({"HOME": "/c"}, "/c/.cache/gptoss/kernels"),
+    ],
+)
+def test_where_the_cache_is(
+    environment: dict[str, str], folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GPTOSS_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert compiler.cache_folder() == Path(folder)
+
+
 def test_a_full_disk_leaves_no_file_behind(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -170,10 +230,40 @@ def test_an_error_names_its_line() -> None:
 
 
 @pytest.fixture
-def fresh_nvrtc():
-    compiler._nvrtc.cache_clear()
+def fresh_nvrtc() -> Iterator[None]:
+    for cached in (compiler._nvrtc, compiler.nvrtc_version):
+        cached.cache_clear()
     yield
-    compiler._nvrtc.cache_clear()
+    for cached in (compiler._nvrtc, compiler.nvrtc_version):
+        cached.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh_nvrtc")
+def test_another_compiler_makes_another_kernel(
+    compilations: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec(VALUE=1).compile()
+    found = compiler.nvrtc_version()
+    assert found.startswith("13.")
+    compiler.nvrtc_version.cache_clear()
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: f"{found}.1")
+    spec(VALUE=1).compile()
+    assert len(compilations) == 2
+
+
+@pytest.mark.usefixtures("fresh_nvrtc")
+@pytest.mark.parametrize("package", ["12.9.86", None])
+def test_the_version_is_that_of_the_library_that_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, package: str | None
+) -> None:
+    def version(name: str) -> str:
+        if package is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return package
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    major, minor = compiler.nvrtc_version().split(".")
+    assert (int(major), int(minor)) >= (13, 0)
 
 
 @pytest.mark.usefixtures("fresh_nvrtc")

@@ -45,7 +45,10 @@ def build_kernels(
         version = compiler.nvrtc_version()
     except compiler.CudaError as error:
         raise CommandFailed(str(error)) from error
-    cache = compiler.cache_folder().parent if output is None else output.absolute()
+    try:
+        cache = compiler.cache_folder().parent if output is None else output.absolute()
+    except OSError as error:
+        raise CommandFailed(f"{error}: name a folder with --output") from error
     _make_writable(cache)
     specs = served_kernels()
     jobs = jobs or len(os.sched_getaffinity(0))

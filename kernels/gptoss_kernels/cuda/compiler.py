@@ -12,13 +12,16 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
+import importlib.metadata
 import os
 import re
 import struct
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -89,17 +92,29 @@ class KernelSpec:
 
 
 def cache_folder() -> Path:
-    """Compiled kernels: in $GPTOSS_CACHE, else $XDG_CACHE_HOME/gptoss, else ~/.cache/gptoss."""
+    """Compiled kernels: in $GPTOSS_CACHE, else $XDG_CACHE_HOME/gptoss, else ~/.cache/gptoss.
+
+    OSError if there is no home folder.
+    """
     if folder := os.environ.get("GPTOSS_CACHE"):
         return Path(folder) / "kernels"
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared) if shared else Path.home() / ".cache") / "gptoss" / "kernels"
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return Path(shared) / "gptoss" / "kernels"
+    try:
+        return Path.home() / ".cache" / "gptoss" / "kernels"
+    except RuntimeError as error:
+        raise OSError("there is no home folder") from error
 
 
+@functools.cache
 def nvrtc_version() -> str:
-    """Of the NVRTC that would compile here, such as "13.0". CudaError says why it cannot."""
+    """Of the NVRTC that compiles here, such as "13.0.88". CudaError says why none does."""
     major, minor = _answer(_nvrtc().nvrtcVersion())
-    return f"{major}.{minor}"
+    with suppress(PackageNotFoundError):
+        package = importlib.metadata.version("nvidia-cuda-nvrtc")
+        if package.startswith(f"{major}.{minor}."):
+            return package
+    return f"{major}.{minor}"  # of a CUDA toolkit
 
 
 def wgmma_source(columns: int) -> str:
@@ -149,9 +164,7 @@ def compile_source(
     definitions = (f"-D{name}={value}" for name, value in sorted(defines.items()))
     flags = (*_FLAGS, *extra_flags, *definitions)
     key = hashlib.sha256(repr((source, flags, version)).encode()).hexdigest()[:32]
-    path = cache_folder() / f"{key}.cubin"
-    cached = _read_cached(path)
-    if cached is not None:
+    if (cached := _read_cached(key)) is not None:
         return cached
 
     (program,) = _answer(nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
@@ -164,7 +177,7 @@ def compile_source(
         image = _content(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-    _write_cached(path, image, log)
+    _write_cached(key, image, log)
     return _cubin(image, log.decode())
 
 
@@ -231,10 +244,10 @@ def _first_line(error: Exception) -> str:
 _FOOTER = struct.Struct("<Q32s")
 
 
-def _read_cached(path: Path) -> Cubin | None:
+def _read_cached(key: str) -> Cubin | None:
     """None if there is no such file, or none that a whole write made."""
     try:
-        content = path.read_bytes()
+        content = (cache_folder() / f"{key}.cubin").read_bytes()
     except OSError:
         return None
     body, footer = content[: -_FOOTER.size], content[-_FOOTER.size :]
@@ -246,30 +259,33 @@ def _read_cached(path: Path) -> Cubin | None:
     return _cubin(body[:length], body[length:].decode())
 
 
-def _write_cached(path: Path, image: bytes, log: bytes) -> None:
+def _write_cached(key: str, image: bytes, log: bytes) -> None:
     """In one step, since several ranks may compile the same kernel at the same time."""
     body = image + log
     footer = _FOOTER.pack(len(image), hashlib.sha256(body).digest())
+    folder = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        folder = cache_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
             try:
                 file.write(body + footer)
                 file.flush()
                 os.chmod(file.name, 0o644)  # an image's cache is read by other users
-                os.replace(file.name, path)
+                os.replace(file.name, folder / f"{key}.cubin")
             except OSError:
                 os.unlink(file.name)
                 raise
     except OSError as error:
-        _warn_unwritable(path.parent, _first_line(error))
+        _warn_unwritable(folder, error.strerror or str(error))
 
 
 @functools.cache
-def _warn_unwritable(folder: Path, reason: str) -> None:
-    """Once for each folder: compiling takes seconds a kernel, at every start of a process."""
+def _warn_unwritable(folder: Path | None, reason: str) -> None:
+    """Once for each: a kernel takes about a second, again in every process."""
+    where = f" in {folder}" if folder else ""
     warnings.warn(
-        f"compiled kernels cannot be kept in {folder} ({reason}): every process compiles its own; "
+        f"compiled kernels cannot be kept{where} ({reason}), so every process compiles its own: "
         "set GPTOSS_CACHE to a folder that can be written",
         RuntimeWarning,
         stacklevel=2,

@@ -250,7 +250,8 @@ def launch(
     """Launch on the current stream of the first tensor's GPU, which need not be the current one.
 
     `prepare` checks and packs. What it gave is launched again where the options are equal, and
-    address, shape, strides and dtype of all tensors.
+    address, shape, strides and dtype of all tensors. So `options` name the operator, hold each of
+    its other arguments, and say which tensors are there if some may be missing.
     """
     address, layout = _identify(len(tensors))(*tensors)
     found = _launches.get((options, address))
@@ -301,5 +302,6 @@ def _identify(count: int) -> Callable[..., tuple[tuple[object, ...], tuple[objec
     """
     names = [f"t{i}" for i in range(count)]
     address = ", ".join(f"{name}.data_ptr()" for name in names)
-    layout = ", ".join(f"{name}.shape, {name}.stride(), {name}.dtype" for name in names)
-    return eval(f"lambda {', '.join(names)}: (({address}, t0.shape), ({layout}))")
+    layout = ", ".join(f"{name}.shape, {name}.stride(), {name}.dtype" for name in names[1:])
+    first = f"shape, t0.stride(), t0.dtype, {layout}"
+    return eval(f"lambda {', '.join(names)}: (({address}, (shape := t0.shape)), ({first}))")
