@@ -1,0 +1,123 @@
+"""scale = amax * (1 / 448) of each row and group;  values = x * (448 / amax)
+
+bf16 in, FP8 (e4m3) out, all between in fp32. Memory-bound: reads 2TK bytes, writes TK and the
+scales. One program a row.
+"""
+
+from __future__ import annotations
+
+# Kernels are typed by what they are compiled for, not by their annotations.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gptoss_kernels import contracts
+from gptoss_kernels.contracts import empty_scale
+from gptoss_kernels.fp8 import BLOCK
+from gptoss_kernels.triton_lang import device
+
+_LEAST_AMAX = tl.constexpr(1e-10)
+_E4M3_MAX = tl.constexpr(448.0)
+
+
+def quantise(
+    x: Tensor, group: int = BLOCK, *, out: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Values e4m3 [T, K], scale fp32 [T, ceil(K / group)], written to `out` if it is given.
+
+    `x` [T, K] bf16, K a multiple of 16; `group` 64 or 128, the last one may be short; the scale is
+    laid out as contracts.empty_scale does. Ties go to even, nothing saturates, amax counts as at
+    least 1e-10, and a group with an inf or a NaN dequantises to NaN. Raises ValueError on anything
+    else, before anything is launched.
+    """
+    check_row_matrix("x", x, x)
+    check_group(group)
+    rows, columns = x.shape
+    if out is None:
+        out = empty_quantised(rows, columns, x.device, group)
+    check_quantised(out, (rows, columns), x, group)
+    device.check_device(x)
+    if rows:
+        values, scale = out
+        groups = -(-columns // group)
+        with device.current(x):
+            _quantise_row[(rows,)](
+                *(x, values, scale),
+                *(x.stride(0), values.stride(0), scale.stride(1)),
+                COLUMNS=columns,
+                GROUP=group,
+                GROUPS=triton.next_power_of_2(groups),
+            )
+    return out
+
+
+@triton.jit(do_not_specialize=["scale_pitch"])
+def _quantise_row(
+    x,
+    values,
+    scale,
+    x_pitch,
+    values_pitch,
+    scale_pitch,
+    COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    groups = tl.arange(0, GROUPS)
+    columns = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    y = tl.load(x + row * x_pitch + columns, mask=columns < COLUMNS, other=0.0).to(tl.float32)
+    factor, row_scale = group_scale(largest_bits(y))
+    rounded = (y * factor[:, None]).to(tl.float8e4nv)
+    tl.store(values + row * values_pitch + columns, rounded, mask=columns < COLUMNS)
+    pointers = scale + groups.to(tl.int64) * scale_pitch + row
+    tl.store(pointers, row_scale, mask=groups * GROUP < COLUMNS)
+
+
+@triton.jit
+def largest_bits(y):
+    """The bits of the largest |y| of each row: they order as the numbers do, a NaN's above all."""
+    return tl.max(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+
+
+@triton.jit
+def group_scale(bits):
+    """What values are multiplied by, and the scale, of groups whose largest has these bits."""
+    amax = bits.to(tl.float32, bitcast=True)
+    amax = tl.maximum(amax, _LEAST_AMAX, propagate_nan=tl.PropagateNan.ALL)
+    factor = tl.div_rn(tl.full(amax.shape, _E4M3_MAX, tl.float32), amax)
+    return factor, amax * (1 / _E4M3_MAX)
+
+
+def empty_quantised(
+    rows: int, columns: int, where: torch.device, group: int = BLOCK
+) -> tuple[Tensor, Tensor]:
+    values = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=where)
+    return values, empty_scale(rows, columns, where, group)
+
+
+def check_quantised(
+    out: tuple[Tensor, Tensor], shape: tuple[int, int], x: Tensor, group: int = BLOCK
+) -> None:
+    """Raise ValueError, in words, where `out` has no room for what is quantised."""
+    values, scale = out
+    contracts.check_output("values", values, torch.float8_e4m3fn, shape, x)
+    scale_shape = (shape[0], -(-shape[1] // group))
+    contracts.check_output("scale", scale, torch.float32, scale_shape, x)
+
+
+def check_group(group: int) -> None:
+    if group not in (64, 128):
+        raise ValueError(f"group must be 64 or 128, got {group}")
+
+
+def check_row_matrix(name: str, matrix: Tensor, x: Tensor) -> None:
+    """Raise ValueError, in words, if it isn't bf16 in rows of a multiple of 16 columns."""
+    contracts.check_type(name, matrix, torch.bfloat16, x)
+    if matrix.dim() != 2 or matrix.shape[1] % 16 or not matrix.shape[1]:
+        raise ValueError(
+            f"{name} must be a matrix with a multiple of 16 columns, got {list(matrix.shape)}"
+        )
+    contracts.check_rows(name, matrix)
