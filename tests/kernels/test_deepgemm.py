@@ -20,10 +20,18 @@ needs_library = pytest.mark.skipif(
 
 # Two roundings to bf16, of the product and of the sum, of 1.7e-3 each.
 LINEAR_BOUND = 4e-3
-# e4m3 of a sum that was rounded to bf16 in between: of the values near the middle of a step, some
-# 6 % wide, 3 % go the other way.
-SWIGLU_BOUND = 2e-2
-SCALE_BOUND = 1.2e-2
+# SwiGLU sees a product that was rounded to bf16, which is `of_rounded_product` below. The library's
+# own sums are 3e-4 of the product's norm off at most: tensor cores keep some 13 bits of a sum of
+# 128. Sums so disturbed, and rounded, give another e4m3 for 1.0 to 1.6 % of the values, since what
+# lies near the middle of a step may go either way; dequantised they are 3.3e-3 to 5.4e-3 apart.
+SAME_BOUND, SAME_SHARE = 8e-3, 3e-2
+# What the rounding itself costs, 2^-9 of a product at most, against the function without it: 4.5e-3
+# to 8.8e-3, in 4 to 6 % of the values. With an alpha of 1.65 a third differs.
+ROUNDED_BOUND, ROUNDED_SHARE = 1.5e-2, 0.1
+# Of one value: the step of bf16 between 4 and 8 is 0.03, which a bias may leave a sum of 2 with. Of
+# 4000 scales the worst was 1.9e-2 off.
+SCALE_BOUND = 4e-2
+MANY_VALUES = 1000  # of fewer, a single one that goes the other way is 3e-2 of the norm
 SWIGLU = {"alpha": 1.702, "limit": 7.0, "group": 128}
 
 # Rows of each expert: experts without rows at all places, edges of the library's alignment of 128,
@@ -69,6 +77,33 @@ def dequantised(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return values.double() * scale.double().repeat_interleave(128, dim=1)[:, : values.shape[1]]
 
 
+def of_rounded_product(
+    inputs: list[torch.Tensor], disturbance: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The function that this path computes: the product alone, which is about 1, is rounded."""
+    no_bias, bias = [*inputs[:5], torch.zeros_like(inputs[5])], inputs[5]
+    sums = reference.grouped_linear_fp8(*no_bias, dtype=torch.float32)
+    rounded = (sums + disturbance * torch.randn_like(sums)).bfloat16().float()
+    rounded += bias.repeat_interleave(inputs[2].diff(), dim=0)
+    return reference.quantise(reference.swiglu(rounded, SWIGLU["alpha"], SWIGLU["limit"]))
+
+
+def is_close(
+    out: tuple[torch.Tensor, torch.Tensor],
+    expected: tuple[torch.Tensor, torch.Tensor],
+    bound: float,
+    share: float,
+) -> bool:
+    """Few values differ, none by much: by their share, by the norm, and by the scales."""
+    if not torch.allclose(out[1], expected[1], rtol=SCALE_BOUND, atol=0):
+        return False
+    differing = (out[0].view(torch.uint8) != expected[0].view(torch.uint8)).sum()
+    if differing > max(3, share * out[0].numel()):
+        return False
+    is_small = out[0].numel() < MANY_VALUES
+    return is_small or norm_error(dequantised(*out), dequantised(*expected)) < bound
+
+
 @pytest.mark.gpu
 @needs_library
 @pytest.mark.parametrize("has_residual", [False, True])
@@ -106,16 +141,38 @@ def test_grouped_linear_error_is_that_of_two_roundings(rows, n, k) -> None:
 @needs_library
 @pytest.mark.parametrize(("inner", "k"), SHAPES)
 @pytest.mark.parametrize("rows", ROWS, ids=str)
-def test_swiglu_values_and_scales(rows, inner, k) -> None:
+def test_swiglu_is_that_of_a_rounded_product(rows, inner, k) -> None:
     inputs = random_inputs(rows, 2 * inner, k)
-    values, scale = deepgemm.grouped_swiglu_fp8(*inputs, **SWIGLU)
-    expected_values, expected_scale = reference.grouped_swiglu_fp8(*inputs, **SWIGLU)
-    assert scale.stride() == empty_scale(len(values), inner, "cuda").stride()
-    torch.testing.assert_close(scale, expected_scale, rtol=SCALE_BOUND, atol=0)
-    expected = dequantised(expected_values, expected_scale)
-    assert norm_error(dequantised(values, scale), expected) < SWIGLU_BOUND
-    wrong = reference.grouped_swiglu_fp8(*inputs, **{**SWIGLU, "alpha": 1.5})
-    assert norm_error(dequantised(*wrong), expected) > 2 * SWIGLU_BOUND
+    out = deepgemm.grouped_swiglu_fp8(*inputs, **SWIGLU)
+    assert out[1].stride() == empty_scale(len(out[0]), inner, "cuda").stride()
+    assert is_close(out, of_rounded_product(inputs), SAME_BOUND, SAME_SHARE)
+    function = reference.grouped_swiglu_fp8(*inputs, **SWIGLU)
+    assert is_close(out, function, ROUNDED_BOUND, ROUNDED_SHARE)
+    for wrong in wrong_functions(inputs):
+        assert not is_close(out, wrong, ROUNDED_BOUND, ROUNDED_SHARE)
+
+
+@pytest.mark.parametrize(("inner", "k"), SHAPES)
+@pytest.mark.parametrize("rows", ROWS, ids=str)
+def test_rounding_the_product_is_within_its_bound_and_a_mistake_is_not(rows, inner, k) -> None:
+    """The bounds above, without a GPU: of sums disturbed as the library's are."""
+    inputs = random_inputs(rows, 2 * inner, k, "cpu")
+    same = of_rounded_product(inputs)
+    function = reference.grouped_swiglu_fp8(*inputs, **SWIGLU)
+    out = of_rounded_product(inputs, disturbance=3e-4)
+    assert is_close(out, same, SAME_BOUND, SAME_SHARE)
+    assert is_close(out, function, ROUNDED_BOUND, ROUNDED_SHARE)
+    for wrong in wrong_functions(inputs):
+        assert not is_close(out, wrong, ROUNDED_BOUND, ROUNDED_SHARE)
+
+
+def wrong_functions(inputs: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of a slightly wrong curve, and of another column's bias."""
+    other_bias = [*inputs[:5], inputs[5].roll(2, 1)]
+    return [
+        reference.grouped_swiglu_fp8(*inputs, **{**SWIGLU, "alpha": 1.65}),
+        reference.grouped_swiglu_fp8(*other_bias, **SWIGLU),
+    ]
 
 
 @pytest.mark.gpu
@@ -152,8 +209,8 @@ def test_a_graph_follows_the_offsets_that_change_on_the_device() -> None:
         values, scale = deepgemm.grouped_swiglu_fp8(*inputs, **SWIGLU)
     inputs[2].copy_(torch.tensor([0, *accumulate(others)], dtype=torch.int32))
     graph.replay()
-    expected = reference.grouped_swiglu_fp8(*inputs, **SWIGLU)
-    assert norm_error(dequantised(values, scale), dequantised(*expected)) < SWIGLU_BOUND
+    expected = of_rounded_product(inputs)
+    assert is_close((values, scale), expected, SAME_BOUND, SAME_SHARE)
 
 
 @pytest.mark.gpu
