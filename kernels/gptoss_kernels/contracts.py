@@ -54,7 +54,7 @@ def check_inputs(
     x_scale: Tensor,
     weight: Tensor,
     weight_scale: Tensor,
-    bias: Tensor,
+    bias: Tensor | None,
     *,
     dimensions: int = 2,
     x_group: int = BLOCK,
@@ -64,16 +64,17 @@ def check_inputs(
     check_type("x_scale", x_scale, torch.float32, x)
     check_type("weight", weight, torch.float8_e4m3fn, x)
     check_type("weight_scale", weight_scale, torch.float32, x)
-    check_type("bias", bias, torch.float32, x)
     m, n, k = sizes(x, weight, dimensions)
     if n % 8 or k % 16 or n == 0 or k == 0:
         raise ValueError(f"N must be a multiple of 8 and K of 16, got N={n}, K={k}")
     experts = weight.shape[:-2]
     check_shape("x_scale", x_scale, (m, -(-k // x_group)))
     check_shape("weight_scale", weight_scale, (*experts, -(-n // BLOCK), -(-k // BLOCK)))
-    check_shape("bias", bias, (*experts, n))
     check_contiguous("weight_scale", weight_scale)
-    check_contiguous("bias", bias)
+    if bias is not None:
+        check_type("bias", bias, torch.float32, x)
+        check_shape("bias", bias, (*experts, n))
+        check_contiguous("bias", bias)
     if experts:
         check_contiguous("weight", weight)
         check_start("weight", weight)

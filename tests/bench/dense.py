@@ -17,24 +17,23 @@ from served import gaussian_weight, quantised_rows
 from torch import Tensor
 
 from gptoss_kernels import deepgemm
-from gptoss_kernels.cuda.gemm_fp8 import Tile
-from gptoss_kernels.cuda.linear_fp8 import linear_fp8
+from gptoss_kernels.cuda.linear_fp8 import LinearTile, linear_fp8
 from gptoss_kernels.fp8 import Fp8Weight
 
 SHAPES = ((5120, 2880), (2880, 4096))
 TOKENS = (1, 8, 64, 128, 512, 1024, 2048, 8192, 32768)
 # By the largest number of tokens that they are tried for.
 SWEPT_TILES = {
-    64: tuple(Tile(columns, m_groups=1, k_groups=2) for columns in (24, 32, 40, 48, 64, 80)),
+    64: tuple(LinearTile(columns, m_groups=1, k_groups=2) for columns in (24, 32, 40, 48, 64, 80)),
     1024: (
-        *(Tile(columns, m_groups=1, k_groups=2) for columns in (32, 48, 64, 80, 184, 192)),
-        *(Tile(columns) for columns in (24, 32, 40, 48, 64, 88, 96, 128, 160, 192)),
+        *(LinearTile(columns, m_groups=1, k_groups=2) for columns in (32, 48, 64, 80, 184, 192)),
+        *(LinearTile(columns) for columns in (24, 32, 40, 48, 64, 88, 96, 128, 160, 192)),
     ),
     1 << 30: (
-        *(Tile(columns) for columns in (96, 128, 160, 192)),
-        *(Tile(columns, cluster_m=2) for columns in (160, 192)),
-        *(Tile(128, waves=2, cluster_m=rows, cluster_n=3 - rows) for rows in (1, 2)),
-        *(Tile(128, m_groups=3, cluster_m=rows, cluster_n=3 - rows) for rows in (1, 2)),
+        *(LinearTile(columns) for columns in (96, 128, 160, 192)),
+        *(LinearTile(columns, cluster_m=2) for columns in (160, 192)),
+        *(LinearTile(128, waves=2, cluster_m=rows, cluster_n=3 - rows) for rows in (1, 2)),
+        *(LinearTile(128, m_groups=3, cluster_m=rows, cluster_n=3 - rows) for rows in (1, 2)),
     ),
 }
 
@@ -51,7 +50,7 @@ class Dense:
         self.column_scale = torch.rand(1, n, device="cuda") / 64
 
 
-def tile_name(tile: Tile) -> str:
+def tile_name(tile: LinearTile) -> str:
     name = f"{tile.rows}x{tile.columns}"
     name += f" k{tile.k_groups}" if tile.k_groups > 1 else ""
     name += f" m{tile.cluster_m}" if tile.cluster_m > 1 else ""
@@ -83,7 +82,7 @@ def bench_dense(bench: Bench) -> None:
     is_sweep = bench.arguments.sweep
     if is_sweep:
         with concurrent.futures.ProcessPoolExecutor() as pool:
-            list(pool.map(Tile.compile, itertools.chain(*SWEPT_TILES.values())))
+            list(pool.map(LinearTile.compile, itertools.chain(*SWEPT_TILES.values())))
     for n, k in SHAPES:
         for m in bench.arguments.tokens or TOKENS:
             num_bytes = m * k + n * k + 2 * m * n
@@ -106,7 +105,7 @@ def bench_dense(bench: Bench) -> None:
             )
 
 
-def dense_ours(inputs: list[Dense], tile: Tile | None) -> Call:
+def dense_ours(inputs: list[Dense], tile: LinearTile | None) -> Call:
     def call(index: int) -> object:
         one = inputs[index]
         product = (one.x, one.x_scale, one.weight.values, one.weight.scale, one.bias)

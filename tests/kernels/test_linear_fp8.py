@@ -1,12 +1,14 @@
 """FP8 linear against float64 arithmetic on the same quantised inputs; bad input; the assembler."""
 
+import dataclasses
+
 import pytest
 import torch
 
+from gptoss_kernels import reference
 from gptoss_kernels.contracts import check_rows, empty_scale
 from gptoss_kernels.cuda import runtime
-from gptoss_kernels.cuda.gemm_fp8 import Tile
-from gptoss_kernels.cuda.linear_fp8 import choose_tile, linear_fp8
+from gptoss_kernels.cuda.linear_fp8 import LinearTile, choose_tile, linear_fp8
 
 # Rounding to bf16 alone costs 1.7e-3.
 BOUND = 2e-3
@@ -20,17 +22,27 @@ SERVED_TILES = sorted(
 # Beyond those: odd columns, one warpgroup, two waves of odd columns, and clusters both ways.
 TILES = (
     *SERVED_TILES,
-    *(Tile(columns, m_groups=1, k_groups=2) for columns in (32, 48, 64, 80)),
-    *(Tile(columns) for columns in (32, 48, 64, 192)),
-    Tile(24),
-    Tile(128, m_groups=1),
-    Tile(160, cluster_m=2),
-    Tile(120, waves=2, cluster_n=2),
-    Tile(128, waves=2, cluster_n=2),
+    *(LinearTile(columns, m_groups=1, k_groups=2) for columns in (32, 48, 64, 80)),
+    *(LinearTile(columns) for columns in (32, 48, 64, 192)),
+    LinearTile(24),
+    LinearTile(128, m_groups=1),
+    LinearTile(160, cluster_m=2),
+    LinearTile(120, waves=2, cluster_n=2),
+    LinearTile(128, waves=2, cluster_n=2),
+    # Boxes by the copy engine and by the lanes, of both widths, in few places and in many.
+    LinearTile(128, waves=2, cluster_n=2, box_columns=64),
+    LinearTile(128, waves=2, cluster_m=2, box_columns=64, box_buffers=4, unroll=3),
+    LinearTile(128, waves=2, box_columns=32, box_buffers=3),
+    LinearTile(128, waves=2, cluster_m=2, box_columns=64, stores_rows=True),
+    LinearTile(192, m_groups=1, k_groups=2, box_columns=64, box_buffers=2),
+    LinearTile(160, box_columns=32, box_buffers=5, unroll=4),
+    LinearTile(96, m_groups=1, k_groups=2, box_columns=32),
+    LinearTile(96, box_columns=32, stores_rows=True),
+    LinearTile(128, m_groups=3, cluster_n=2, box_columns=32),
 )
 
 
-def reference(x, x_scale, weight, weight_scale, bias):
+def float64(x, x_scale, weight, weight_scale, bias):
     """The formula in float64."""
     n, k = weight.shape
     x_scale = x_scale.double().repeat_interleave(128, dim=1)[:, :k]
@@ -70,7 +82,7 @@ def norm_error(out: torch.Tensor, expected: torch.Tensor) -> float:
 def test_error_is_that_of_rounding(m: int, n: int, k: int) -> None:
     inputs = random_inputs(m, n, k, seed=m)
     out = linear_fp8(*inputs, out=poisoned(m, n))
-    assert norm_error(out, reference(*inputs)) < BOUND
+    assert norm_error(out, float64(*inputs)) < BOUND
 
 
 @pytest.mark.gpu
@@ -88,10 +100,86 @@ def test_error_is_that_of_rounding(m: int, n: int, k: int) -> None:
         (130, 360, 8320),  # the same twice
     ],
 )
-def test_every_tile_at_every_edge(tile: Tile, m: int, n: int, k: int) -> None:
+def test_every_tile_at_every_edge(tile: LinearTile, m: int, n: int, k: int) -> None:
     inputs = random_inputs(m, n, max(k, 128 * tile.k_groups), seed=n)
     out = linear_fp8(*inputs, out=poisoned(m, n), tile=tile)
-    assert norm_error(out, reference(*inputs)) < BOUND
+    assert norm_error(out, float64(*inputs)) < BOUND
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize(("m", "n", "k"), [(3, 136, 272), (130, 360, 1040), (2500, 2560, 256)])
+def test_residual_is_added_in_place_or_elsewhere(
+    tile: LinearTile, has_bias: bool, m: int, n: int, k: int
+) -> None:
+    x, x_scale, weight, weight_scale, bias = random_inputs(m, n, max(k, 128 * tile.k_groups), m)
+    inputs = (x, x_scale, weight, weight_scale, bias if has_bias else None)
+    plain = reference.linear_fp8(*inputs, dtype=torch.float32)
+    # Rows of their own pitch, and as large as the product, so that a missing one cannot hide.
+    around = (torch.randn(m, n + 64, device="cuda") * plain.std()).bfloat16()
+    residual = around[:, 32 : 32 + n]
+    expected = reference.linear_fp8(*inputs, residual=residual, dtype=torch.float32)
+
+    out = linear_fp8(*inputs, residual=residual, out=poisoned(m, n), tile=tile)
+    assert norm_error(out, expected.double()) < BOUND
+    assert norm_error(out, plain.double()) > BOUND
+    # The wrong kernel reads a row's neighbour.
+    assert m == 1 or norm_error(out, (plain + residual.roll(1, 0)).double()) > BOUND
+
+    in_place = around.clone()
+    inner = in_place[:, 32 : 32 + n]
+    assert linear_fp8(*inputs, residual=inner, out=inner, tile=tile) is inner
+    assert torch.equal(inner, out)
+    assert torch.equal(in_place[:, :32], around[:, :32])
+    assert torch.equal(in_place[:, 32 + n :], around[:, 32 + n :])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", [None, LinearTile(128), LinearTile(128, box_columns=64)], ids=str)
+def test_residual_is_added_before_the_sum_is_rounded(tile: LinearTile | None) -> None:
+    m, n, k = 200, 640, 512
+    x = torch.randint(-8, 9, (m, k), device="cuda").to(torch.float8_e4m3fn)
+    weight = torch.zeros(n, k, device="cuda")
+    weight[torch.arange(n), torch.randint(0, k, (n,), device="cuda")] = 1
+    x_scale = empty_scale(m, k, "cuda").fill_(1)
+    weight_scale = torch.ones(5, 4, device="cuda")
+    bias = torch.randint(-64, 65, (n,), device="cuda") / 1024
+    residual = torch.randint(-8, 9, (m, n), device="cuda").bfloat16() / 256
+    inputs = (x, x_scale, weight.to(torch.float8_e4m3fn), weight_scale, bias)
+    out = linear_fp8(*inputs, residual=residual, tile=tile)
+    assert torch.equal(out, reference.linear_fp8(*inputs, residual=residual))
+    assert not torch.equal(out, reference.linear_fp8(*inputs) + residual)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda residual: residual.float(), "residual must be torch.bfloat16, got torch.float32"),
+        (lambda residual: residual[:, :248], r"residual must be \[32, 256\], got \[32, 248\]"),
+        (lambda residual: residual[:1].expand(32, 256), "residual must have adjacent columns"),
+        (lambda residual: residual.cpu(), "residual must be on the device of x"),
+    ],
+)
+def test_bad_residual_is_refused(change, sentence) -> None:
+    inputs = random_inputs(32, 256, 512)
+    with pytest.raises(ValueError, match=sentence):
+        linear_fp8(*inputs, residual=change(torch.zeros_like(poisoned(32, 256))))
+
+
+@pytest.mark.gpu
+def test_a_residual_written_by_the_kernel_before_is_read_after_it() -> None:
+    m, n, k = 8192, 2880, 512
+    inputs = random_inputs(m, n, k)
+    stream = poisoned(m, n)
+    start = torch.randn(m, n, device="cuda").mul_(1000).bfloat16()
+    expected = linear_fp8(*inputs, residual=linear_fp8(*inputs, residual=start))
+    for _ in range(20):
+        stream.copy_(start)
+        linear_fp8(*inputs, residual=stream, out=stream)
+        linear_fp8(*inputs, residual=stream, out=stream)
+        assert torch.equal(stream, expected)
 
 
 @pytest.mark.gpu
@@ -112,7 +200,7 @@ def test_wrong_arithmetic_exceeds_the_bound() -> None:
         (x, x_scale, weight, weight_scale, one_bias),
         (x, x_scale, weight, one_scale, bias),
     ):
-        assert norm_error(out, reference(*wrong)) > BOUND
+        assert norm_error(out, float64(*wrong)) > BOUND
 
 
 @pytest.mark.gpu
@@ -133,7 +221,7 @@ def test_exact_where_the_mathematics_is(m: int) -> None:
         weight_scale,
         torch.zeros_like(weight[:, 0]),
     )
-    assert torch.equal(linear_fp8(*inputs).double(), reference(*inputs))
+    assert torch.equal(linear_fp8(*inputs).double(), float64(*inputs))
 
 
 @pytest.mark.gpu
@@ -175,7 +263,7 @@ def test_captured_graph_is_eager(m: int) -> None:
 def test_first_use_under_capture_is_refused_and_does_not_end_it() -> None:
     inputs = random_inputs(8, 256, 512)
     out = poisoned(8, 256)
-    tile = Tile(56)  # of no other test
+    tile = LinearTile(56)  # of no other test
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -185,7 +273,7 @@ def test_first_use_under_capture_is_refused_and_does_not_end_it() -> None:
     graph.replay()
     assert bool((out == 1).all())
     linear_fp8(*inputs, out=out, tile=tile)
-    assert norm_error(out, reference(*inputs)) < BOUND
+    assert norm_error(out, float64(*inputs)) < BOUND
 
 
 @pytest.mark.gpu2
@@ -272,7 +360,12 @@ def test_rows_on_top_of_each_other_are_refused() -> None:
 
 
 def test_served_tiles_compile_without_stack_or_spills(compile_tiles) -> None:
-    for tile, cubin in zip(SERVED_TILES, compile_tiles(SERVED_TILES), strict=True):
+    tiles = [
+        dataclasses.replace(tile, has_residual=has_residual)
+        for tile in SERVED_TILES
+        for has_residual in (False, True)
+    ]
+    for tile, cubin in zip(tiles, compile_tiles(tiles), strict=True):
         assert cubin.registers > 0
         assert (cubin.stack_bytes, cubin.spill_bytes, cubin.warnings) == (0, 0, ()), tile
         assert len(cubin.image) > 1000

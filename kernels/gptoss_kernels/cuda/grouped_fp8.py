@@ -41,6 +41,8 @@ class GroupedTile(Tile):
     x_group: int = BLOCK
     swiglu: bool = False
     out_group: int = 64
+    box_columns: int = 0
+    unroll: int = 1
 
     source = "grouped_fp8"
     scale_rows = 68  # a load begins at a multiple of 4, up to 3 rows above

@@ -88,6 +88,27 @@ __device__ __forceinline__ void load_box_multicast(uint32_t destination, const T
         : "memory");
 }
 
+// From shared memory; what lies beyond the matrix is not written.
+__device__ __forceinline__ void store_box(const TensorMap* map, uint32_t source, int inner,
+                                          int outer) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];\n"
+        "cp.async.bulk.commit_group;" ::"l"(map),
+        "r"(source), "r"(inner), "r"(outer)
+        : "memory");
+}
+
+// Until the sources of all boxes that this thread stored, but the last PENDING, have been read.
+template <int PENDING>
+__device__ __forceinline__ void store_wait() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
+
+// What this thread wrote to shared memory becomes visible to the copy engine.
+__device__ __forceinline__ void shared_fence() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 // ---- shared and global memory ----------------------------------------------------------------
 
 __device__ __forceinline__ float load_shared(uint32_t address) {
@@ -120,6 +141,29 @@ __device__ __forceinline__ void load_shared(uint32_t address, int& a, int& b, in
     asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
                  : "r"(address)
+                 : "memory");
+}
+
+__device__ __forceinline__ void load_shared(uint32_t address, uint32_t (&words)[4]) {
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// Four matrices of 8 x 16 bytes: lane l gives the address of row l % 8 of matrix l / 8, and gets
+// 4 bytes of row l / 4 of each.
+__device__ __forceinline__ void load_matrices(uint32_t address, uint32_t (&words)[4]) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+__device__ __forceinline__ void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c,
+                                               uint32_t d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+                 "r"(a), "r"(b), "r"(c), "r"(d)
                  : "memory");
 }
 
@@ -156,6 +200,19 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
     uint32_t packed;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
     return packed;
+}
+
+__device__ __forceinline__ float low_bf16(uint32_t pair) { return __uint_as_float(pair << 16); }
+
+__device__ __forceinline__ float high_bf16(uint32_t pair) {
+    return __uint_as_float(pair & 0xFFFF0000);
+}
+
+// Not through the read-only cache: this kernel may write it later.
+__device__ __forceinline__ uint32_t load_global(const unsigned short* pointer) {
+    uint32_t pair;
+    asm volatile("ld.global.b32 %0, [%1];" : "=r"(pair) : "l"(pointer) : "memory");
+    return pair;
 }
 
 __device__ __forceinline__ void store_global(unsigned short* pointer, uint32_t a) {
@@ -275,6 +332,12 @@ __device__ __forceinline__ uint32_t matrix_descriptor(uint32_t address) {
 }
 
 constexpr uint64_t MATRIX_DESCRIPTOR_HIGH = (uint64_t(1) << 62) | (uint64_t(1024 >> 4) << 32);
+
+// The compiler must compute what follows from it here, and not keep it in registers from before.
+__device__ __forceinline__ uint32_t computed_here(uint32_t value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
 
 // Says that all threads of the warp hold the same value: the compiler then keeps it, and what
 // follows from it, in uniform registers, which the tensor cores' instructions read.

@@ -1,26 +1,55 @@
-// out[M, N] = (x * x_scale) @ (weight * weight_scale)^T + bias, all of it e4m3 in and bf16 out.
+// out[M, N] = (x * x_scale) @ (weight * weight_scale)^T + bias + residual, e4m3 in and bf16 out.
 //
 //     x [M, K] e4m3, x_scale [K / 128, M] fp32, weight [N, K] e4m3,
-//     weight_scale [N / 128, K / 128] fp32, bias [N] fp32
+//     weight_scale [N / 128, K / 128] fp32, bias [N] fp32 or null, residual [M, N] bf16, which may
+//     be out itself
 //
 // A persistent block computes tiles of BLOCK_M x BLOCK_N, one after the other; see gemm_fp8.cuh.
+//
+// The residual comes by the places where the output is gathered, empty while a tile is multiplied,
+// and is added box by box between blocks of K. Without such places it is added after the first one.
+//
+// Defined by whoever compiles this, beside what gemm_fp8.cuh wants: HAS_RESIDUAL, STORES_ROWS
+// (whether the lanes store boxes, and not the copy engine).
 
-// Tiles in bands of TILE_ROWS clusters of M, along N inside a band: the blocks at work at one time
-// then cover a rectangle, and its rows and columns stay in L2.
+constexpr int RESIDUAL_BARRIER_OFFSET = FIXED_OFFSET;  // a barrier for each place
+constexpr bool HAS_RESIDUAL_BOXES = HAS_RESIDUAL && BOX_N != 0;
+constexpr int RESIDUAL_BOXES = WAVES * BOXES;  // of a tile, in each warp
+constexpr int RESIDUAL_STEP = HAS_RESIDUAL_BOXES ? 4 : 32;  // blocks of K from one to the next
+
+struct LinearArguments : Arguments {
+    const unsigned short* residual;
+    int residual_stride;  // from one row to the next
+};
+
+// The tiles of one cluster. They lie in bands of TILE_ROWS clusters of M, along N inside a band: the
+// blocks at work at one time then cover a rectangle, and its rows and columns stay in L2.
 struct Tiles {
     int num_m, num_n;  // in clusters
+    int band = 0, inside;
 
-    __device__ Tiles(int M, int N)
+    __device__ __forceinline__ Tiles(int M, int N)
         : num_m((M + CLUSTER_M * BLOCK_M - 1) / (CLUSTER_M * BLOCK_M)),
-          num_n((N + CLUSTER_N * BLOCK_N - 1) / (CLUSTER_N * BLOCK_N)) {}
+          num_n((N + CLUSTER_N * BLOCK_N - 1) / (CLUSTER_N * BLOCK_N)),
+          inside(blockIdx.x / CLUSTER) {
+        settle();
+    }
 
     __device__ __forceinline__ int count() const { return num_m * num_n; }
 
-    __device__ __forceinline__ void at(int index, int& row, int& column) const {
-        const int band = index / (TILE_ROWS * num_n);
-        const int inside = index - band * TILE_ROWS * num_n;
+    __device__ __forceinline__ void advance() {
+        inside += gridDim.x / CLUSTER;
+        settle();
+    }
+
+    __device__ __forceinline__ void settle() {
+        for (; inside >= TILE_ROWS * num_n; ++band) inside -= TILE_ROWS * num_n;
+    }
+
+    __device__ __forceinline__ void at(int& row, int& column) const {
         const int rows = min(TILE_ROWS, num_m - band * TILE_ROWS);
-        const int cluster_column = inside / rows;
+        // Almost always by a constant.
+        const int cluster_column = rows == TILE_ROWS ? inside / TILE_ROWS : inside / rows;
         const int cluster_row = band * TILE_ROWS + inside - cluster_column * rows;
         const int rank = CLUSTER > 1 ? cluster_rank() : 0;
         row = (cluster_row * CLUSTER_M + (CLUSTER_M > 1 ? rank : 0)) * BLOCK_M;
@@ -31,7 +60,7 @@ struct Tiles {
 __device__ __forceinline__ void produce(uint32_t shared, const TensorMap* x_map,
                                         const TensorMap* x_scale_map, const TensorMap* weight_map,
                                         const Arguments& arguments) {
-    const Tiles tiles(arguments.M, arguments.N);
+    Tiles tiles(arguments.M, arguments.N);
     const int num_k_blocks = (arguments.K + BLOCK_K - 1) / BLOCK_K;
     const int first = blockIdx.x / CLUSTER, step = gridDim.x / CLUSTER;
 
@@ -62,13 +91,13 @@ __device__ __forceinline__ void produce(uint32_t shared, const TensorMap* x_map,
     // Weights were there before the previous kernel: fill the ring with them while it still runs.
     const int num_early = min(STAGES, num_k_blocks);
     int row, column;
-    tiles.at(first, row, column);
+    tiles.at(row, column);
     for (int k = 0; k < num_early; ++k) load_weight(k, column, k);
     wait_for_previous_kernels();
 
     Ring ring;
-    for (int tile = first; tile < tiles.count(); tile += step) {
-        tiles.at(tile, row, column);
+    for (int tile = first; tile < tiles.count(); tile += step, tiles.advance()) {
+        tiles.at(row, column);
         for (int k = 0; k < num_k_blocks; ++k, ring.advance(1)) {
             if (tile != first || k >= num_early) {
                 barrier_wait(shared + EMPTY_OFFSET + ring.slot * 8, ring.phase ^ 1);
@@ -81,24 +110,130 @@ __device__ __forceinline__ void produce(uint32_t shared, const TensorMap* x_map,
 }
 
 struct LinearMath : Math {
-    using Math::Math;
+    const LinearArguments& linear;
+    const TensorMap* const out_map;
+    const TensorMap* const residual_map;
+    int num_added = 0;  // boxes of the residual, to this tile
+    uint32_t residual_phases = 0;
+
+    __device__ __forceinline__ LinearMath(uint32_t shared, const LinearArguments& arguments,
+                                          const TensorMap* out_map, const TensorMap* residual_map,
+                                          int group)
+        : Math(shared, arguments, group),
+          linear(arguments),
+          out_map(out_map),
+          residual_map(residual_map) {}
+
+    __device__ __forceinline__ uint32_t residual_barrier(int box) const {
+        return shared + RESIDUAL_BARRIER_OFFSET +
+               (threadIdx.x / 32 * BOX_BUFFERS + box % BOX_BUFFERS) * 8;
+    }
+
+    // By one lane, where all have read what was in the box's place.
+    __device__ __forceinline__ void request_residual(int box, int row, int column) {
+        barrier_expect(residual_barrier(box), BOX_BYTES);
+        load_box(box_buffer(box), residual_map, residual_barrier(box),
+                 computed_here(column + box % BOXES * BOX_COLUMNS),
+                 computed_here(row + row_in_block + box / BOXES * M_GROUPS * 64));
+    }
+
+    // Of the tile whose first block of K has been multiplied.
+    __device__ __forceinline__ void start_residual(int row, int column) {
+        if (!HAS_RESIDUAL || k_group != 0) return;
+        if constexpr (HAS_RESIDUAL_BOXES) {
+            num_added = 0;
+            shared_fence();
+            __syncwarp();
+            if (lane == 0) {
+                store_wait<0>();
+#pragma unroll
+                for (int box = 0; box < min(BOX_BUFFERS, RESIDUAL_BOXES); ++box)
+                    request_residual(box, row, column);
+            }
+        } else {
+            add_from_registers(row, column);
+        }
+    }
+
+    template <int BOX>
+    __device__ __forceinline__ void add_box(int row, int column) {
+        constexpr int PLACE = BOX % BOX_BUFFERS;
+        const uint32_t first = box_buffer(BOX) + in_box(lane % 16, lane / 16);
+        float* sums = promoted[BOX / BOXES] + BOX % BOXES * (BOX_COLUMNS / 2);
+        barrier_wait(residual_barrier(BOX), residual_phases >> PLACE & 1);
+        residual_phases ^= 1 << PLACE;
+#pragma unroll
+        for (int i = 0; i < BOX_COLUMNS / 2; i += 8) {
+            uint32_t words[4];
+            load_matrices(first ^ i * 4, words);
+#pragma unroll
+            for (int word = 0; word < 4; ++word) {
+                sums[i + 2 * word] += low_bf16(words[word]);
+                sums[i + 2 * word + 1] += high_bf16(words[word]);
+            }
+        }
+        __syncwarp();
+        if constexpr (BOX + BOX_BUFFERS < RESIDUAL_BOXES)
+            if (lane == 0) request_residual(BOX + BOX_BUFFERS, row, column);
+    }
+
+    // Each element is read before its thread passes it on: the neighbour that stores it may do so
+    // to the place that it was read from.
+    __device__ __forceinline__ void add_from_registers(int row, int column) {
+#pragma unroll
+        for (int wave = 0; wave < WAVES; ++wave) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int out_row = row + row_in_block + wave * M_GROUPS * 64 + half * 8;
+                const int first_column = column + lane % 4 * 2;
+                const int num_columns = out_row < arguments.M ? arguments.N - first_column : 0;
+                const unsigned short* residual =
+                    linear.residual + first_column +
+                    static_cast<long long>(out_row) * linear.residual_stride;
+#pragma unroll
+                for (int i = 0; i < BLOCK_N / 8; ++i) {
+                    if (i * 8 < num_columns) {
+                        const uint32_t pair = load_global(residual + i * 8);
+                        promoted[wave][4 * i + half * 2] += low_bf16(pair);
+                        promoted[wave][4 * i + half * 2 + 1] += high_bf16(pair);
+                    }
+                }
+            }
+        }
+    }
+
+    // The next box, chosen here: sums lie in registers, which have no number at run time.
+    template <int BOX = 0>
+    __device__ __forceinline__ void add_next(int row, int column) {
+        if constexpr (BOX < RESIDUAL_BOXES) {
+            if (num_added != BOX) {
+                add_next<BOX + 1>(row, column);
+            } else {
+                add_box<BOX>(row, column);
+                num_added = BOX + 1;
+            }
+        }
+    }
 
     __device__ __forceinline__ void finish(int wave, int row, int column, bool is_first,
                                            bool is_last) {
         if (k_group == 0) {
             take_over(is_last);
-            store(wave, row, arguments.M, column);
+            if constexpr (BOX_N == 0 || STORES_ROWS)
+                store(wave, row, arguments.M, column);
+            else
+                store_boxes(out_map, wave, row, column);
         } else {
             hand_over(is_first);
         }
     }
 
     __device__ __forceinline__ void run() {
-        const Tiles tiles(arguments.M, arguments.N);
+        Tiles tiles(arguments.M, arguments.N);
         const int first = blockIdx.x / CLUSTER, step = gridDim.x / CLUSTER;
         const int last = first + (tiles.count() - 1 - first) / step * step;
         int row, column, next_row, next_column;
-        tiles.at(first, next_row, next_column);
+        tiles.at(next_row, next_column);
         prefetch(next_column);
 #pragma unroll
         for (int wave = 0; wave < WAVES; ++wave) start(wave);  // beside the first loads
@@ -113,15 +248,23 @@ struct LinearMath : Math {
                 if (wave == WAVES - 1) {
                     row = next_row;
                     column = next_column;
-                    tiles.at(min(tile + step, last), next_row, next_column);
+                    if (tile < last) tiles.advance();
+                    tiles.at(next_row, next_column);
                     prefetch(next_column);
                 }
             });
-            dispatch(k_group + K_GROUPS, boundary, Constant<WAVES>());
+            start_residual(row, column);
+            dispatch<RESIDUAL_STEP>(k_group + K_GROUPS, boundary, Constant<WAVES>(), [&] {
+                if constexpr (HAS_RESIDUAL_BOXES)
+                    if (k_group == 0) add_next(row, column);
+            });
+            if constexpr (HAS_RESIDUAL_BOXES)
+                while (k_group == 0 && num_added < RESIDUAL_BOXES) add_next(row, column);
         }
 #pragma unroll
         for (int wave = 0; wave < WAVES; ++wave)
             finish(wave, row, column, first == last, true);
+        if (BOX_N != 0 && lane == 0) store_wait<0>();  // before this memory is another block's
     }
 };
 
@@ -129,7 +272,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     linear_fp8(const __grid_constant__ TensorMap x_map,
                const __grid_constant__ TensorMap x_scale_map,
                const __grid_constant__ TensorMap weight_map,
-               const __grid_constant__ Arguments arguments) {
+               const __grid_constant__ TensorMap out_map,
+               const __grid_constant__ TensorMap residual_map,
+               const __grid_constant__ LinearArguments arguments) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const uint32_t shared = shared_address(memory);
     const int group = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
@@ -138,6 +283,12 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         prefetch_map(&x_map);
         prefetch_map(&x_scale_map);
         prefetch_map(&weight_map);
+        if constexpr (BOX_N != 0) prefetch_map(&out_map);
+        if constexpr (HAS_RESIDUAL_BOXES) {
+            prefetch_map(&residual_map);
+            for (int i = 0; i < M_GROUPS * 4 * BOX_BUFFERS; ++i)
+                barrier_init(shared + RESIDUAL_BARRIER_OFFSET + i * 8, 1);
+        }
         init_ring(shared);
         barrier_init_fence();
     }
@@ -149,7 +300,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             produce(shared, &x_map, &x_scale_map, &weight_map, arguments);
     } else {
         take_registers<MATH_REGISTERS>();
-        LinearMath(shared, arguments, group).run();
+        LinearMath(shared, arguments, &out_map, &residual_map, group).run();
     }
     // A block must not end while another one still writes to it or arrives at its barriers.
     if constexpr (CLUSTER > 1) {

@@ -1,4 +1,4 @@
-"""out = (x * x_scale) @ (weight * weight_scale)^T + bias
+"""out = (x * x_scale) @ (weight * weight_scale)^T + bias + residual
 
 FP8 (e4m3) in, bf16 out, sums in fp32, scales per 1 x 128 of `x` and per 128 x 128 of `weight`.
 2MNK operations over MK + NK + 2MN bytes: bound by the tensor cores above some 300 rows, by reading
@@ -6,6 +6,9 @@ the weights below. The kernel is linear_fp8.cu; here are its contract, and the c
 """
 
 from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,42 +24,85 @@ def linear_fp8(
     x_scale: Tensor,
     weight: Tensor,
     weight_scale: Tensor,
-    bias: Tensor,
+    bias: Tensor | None = None,
     *,
+    residual: Tensor | None = None,
     out: Tensor | None = None,
-    tile: Tile | None = None,
+    tile: LinearTile | None = None,
 ) -> Tensor:
     """The product in bf16 [M, N], written to `out` if it is given.
 
     `x` [M, K] e4m3; `x_scale` [M, ceil(K / 128)] fp32, laid out as contracts.empty_scale does;
-    `weight` [N, K] e4m3; `weight_scale` [ceil(N / 128), ceil(K / 128)] fp32; `bias` [N] fp32. N a
-    multiple of 8, K of 16. Weight, its scale and bias must not be written by the kernel launched
-    just before on the same stream: they are read while that one may still run. Raises ValueError
-    on anything else, and runtime.CudaError where there is no Hopper GPU.
+    `weight` [N, K] e4m3; `weight_scale` [ceil(N / 128), ceil(K / 128)] fp32; `bias` [N] fp32 or
+    None; `residual` [M, N] bf16 or None, added in fp32 before the sum is rounded; it may be `out`
+    itself, but not overlap it otherwise. N a multiple of 8, K of 16. Weight, its scale and bias
+    must not be written by the kernel launched just before on the same stream: they are read while
+    that one may still run. Raises ValueError on anything else, and runtime.CudaError where there
+    is no Hopper GPU.
     """
     if out is None:
         m, n, _ = contracts.sizes(x, weight, 2)
         out = torch.empty((m, n), dtype=torch.bfloat16, device=x.device)
-    tensors = (x, x_scale, weight, weight_scale, bias, out)
+    tensors = (x, x_scale, weight, weight_scale, bias, residual, out)
     if out.numel() == 0:
         _check(*tensors)
     else:
-        launch(tile, tensors, lambda: _prepare(*tensors, tile))
+        given = [tensor for tensor in tensors if tensor is not None]
+        options = ("linear_fp8", tile, bias is None, residual is None)
+        launch(options, given, lambda: _prepare(*tensors, tile))
     return out
 
 
-_FEW_ROWS_TILES = tuple(Tile(columns, m_groups=1, k_groups=2) for columns in (24, 40, 64, 80))
+@dataclass(frozen=True)
+class LinearTile(Tile):
+    """How sums are stored: from registers, or in boxes of 16 rows and `box_columns` columns.
+
+    A warp gathers boxes in shared memory, in `box_buffers` places in turn. The copy engine stores
+    them, or with stores_rows the lanes do. Multiplications of `unroll` blocks of K are written out.
+    """
+
+    box_columns: int = 0
+    box_buffers: int = 1
+    stores_rows: bool = False
+    has_residual: bool = False
+    unroll: int = 1
+
+    @property
+    def fixed_bytes(self) -> int:
+        """A barrier for each box of the residual that may be under way."""
+        has_barriers = self.has_residual and self.box_columns
+        return self.m_groups * 4 * self.box_buffers * 8 if has_barriers else 0
+
+    @property
+    def defines(self) -> dict[str, int]:
+        return {
+            **super().defines,
+            "BIAS_IS_OPTIONAL": 1,
+            "HAS_RESIDUAL": int(self.has_residual),
+            "STORES_ROWS": int(self.stores_rows),
+        }
+
+
+class LinearArguments(ctypes.Structure):
+    _fields_ = (
+        *Arguments._fields_,
+        ("residual", ctypes.c_void_p),
+        ("residual_stride", ctypes.c_int),
+    )
+
+
+_FEW_ROWS_TILES = tuple(LinearTile(columns, m_groups=1, k_groups=2) for columns in (24, 40, 64, 80))
 _MANY_ROWS_TILES = (
-    Tile(192, m_groups=1, k_groups=2),
-    Tile(192),
-    Tile(96),
-    Tile(160),
-    Tile(128, m_groups=3, cluster_n=2),
-    Tile(128, waves=2, cluster_m=2),
+    LinearTile(192, m_groups=1, k_groups=2),
+    LinearTile(192),
+    LinearTile(96),
+    LinearTile(160),
+    LinearTile(128, m_groups=3, cluster_n=2),
+    LinearTile(128, waves=2, cluster_m=2),
 )
 
 
-def choose_tile(m: int, n: int, k: int, num_blocks: int) -> Tile:
+def choose_tile(m: int, n: int, k: int, num_blocks: int) -> LinearTile:
     """The tile for a shape on a device of `num_blocks` multiprocessors.
 
     Of few rows, the narrowest with which one round of blocks does all. Otherwise the least time:
@@ -68,7 +114,7 @@ def choose_tile(m: int, n: int, k: int, num_blocks: int) -> Tile:
             if -(-m // tile.rows) * -(-n // tile.columns) <= num_blocks:
                 return tile
 
-    def cost(tile: Tile) -> float:
+    def cost(tile: LinearTile) -> float:
         rows = -(-m // (tile.rows * tile.cluster_m)) * tile.cluster_m
         columns = -(-n // (tile.columns * tile.cluster_n)) * tile.cluster_n
         # The largest tile reads its operands least often.
@@ -80,10 +126,20 @@ def choose_tile(m: int, n: int, k: int, num_blocks: int) -> Tile:
 
 
 def _check(
-    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor, out: Tensor
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
 ) -> None:
     contracts.check_gpu(x)
     contracts.check_inputs(x, x_scale, weight, weight_scale, bias)
+    if residual is not None:
+        contracts.check_output(
+            "residual", residual, torch.bfloat16, (x.shape[0], weight.shape[0]), x
+        )
     contracts.check_output("out", out, torch.bfloat16, (x.shape[0], weight.shape[0]), x)
 
 
@@ -92,20 +148,25 @@ def _prepare(
     x_scale: Tensor,
     weight: Tensor,
     weight_scale: Tensor,
-    bias: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
     out: Tensor,
-    tile: Tile | None,
+    tile: LinearTile | None,
 ) -> runtime.Launch:
-    _check(x, x_scale, weight, weight_scale, bias, out)
+    _check(x, x_scale, weight, weight_scale, bias, residual, out)
     (m, k), n = x.shape, weight.shape[0]
     device = x.device.index
     num_blocks = torch.cuda.get_device_properties(device).multi_processor_count
     tile = tile or choose_tile(m, n, k, num_blocks)
     if k <= BLOCK * (tile.k_groups - 1):
         raise ValueError(f"{tile} needs {tile.k_groups} blocks of {BLOCK} along K, got K={k}")
+    tile = replace(tile, has_residual=residual is not None)
     # Rows beyond the matrix would cost the copy engine time to fill with zeros.
     x_rows = min(-(-m // 8) * 8, tile.rows // tile.cluster_n)
     num_clusters = -(-m // (tile.rows * tile.cluster_m)) * -(-n // (tile.columns * tile.cluster_n))
+    box = (16, tile.box_columns or 64)
+    out_map = runtime.tensor_map(out, box, box[1] * 2)
+    residual_map = out_map if residual is None else runtime.tensor_map(residual, box, box[1] * 2)
     return runtime.Launch(
         kernel(tile, device),
         grid=min(num_clusters, num_blocks // tile.cluster) * tile.cluster,
@@ -114,11 +175,15 @@ def _prepare(
             runtime.tensor_map(x, (x_rows, BLOCK), 128),
             runtime.tensor_map(x_scale.t(), (1, x_rows), 0),
             runtime.tensor_map(weight, (tile.columns // tile.cluster_m, BLOCK), 128),
-            Arguments(
+            out_map,
+            residual_map,
+            LinearArguments(
                 weight_scale.data_ptr(),
-                bias.data_ptr(),
+                0 if bias is None else bias.data_ptr(),
                 out.data_ptr(),
                 *(m, n, k, out.stride(0), x_rows),
+                0 if residual is None else residual.data_ptr(),
+                0 if residual is None else residual.stride(0),
             ),
         ),
     )
