@@ -11,17 +11,16 @@ from typing import NoReturn
 
 import pytest
 
-from gptoss_kernels.cuda import (
-    build,
-    combine,
-    dispatch_fp8,
-    grouped_fp8,
-    linear_fp8,
-    quantise,
-    rows,
-)
-from gptoss_kernels.cuda import rms_norm_fp8 as norm
-from gptoss_kernels.cuda.compiler import Cubin, KernelSpec
+from gptoss_kernels.cuda import build
+from gptoss_kernels.cuda.combine import choose_combine_layout
+from gptoss_kernels.cuda.combine import spec as combine_spec
+from gptoss_kernels.cuda.compiler import Cubin, KernelSpec, wgmma_source
+from gptoss_kernels.cuda.dispatch_fp8 import specs as dispatch_specs
+from gptoss_kernels.cuda.grouped_fp8 import choose_tile as choose_grouped_tile
+from gptoss_kernels.cuda.linear_fp8 import choose_tile as choose_linear_tile
+from gptoss_kernels.cuda.quantise import spec as quantise_spec
+from gptoss_kernels.cuda.rms_norm_fp8 import spec as rms_norm_spec
+from gptoss_kernels.cuda.rows import choose_layout
 
 # Its sums, one a thread and row, want more registers than 24.
 SUMS = """
@@ -64,17 +63,17 @@ def test_what_is_served_is_what_operators_choose() -> None:
     served = set(build.served_kernels())
     for m in (1, 7, 64, 65, 127, 128, 129, 193, 1000, 8192, 32768, 99_999, 131_072):
         for n, k in ((5120, 2880), (2880, 4096), (512, 128), (128, 256), (320, 4096)):
-            assert linear_fp8.choose_tile(m, n, k, 132).spec in served
+            assert choose_linear_tile(m, n, k, 132).spec in served
         for experts, x_group, out_group in ((32, 64, 64), (128, 128, 128), (8, 128, 64)):
-            tile = grouped_fp8.choose_tile(m * 4, experts, x_group=x_group)
+            tile = choose_grouped_tile(m * 4, experts, x_group=x_group)
             swiglu = {"x_group": 128, "swiglu": True, "out_group": out_group}
             assert tile.spec in served
-            assert grouped_fp8.choose_tile(m * 4, experts, **swiglu).spec in served
-        layout = rows.choose_layout(m, 2880)
-        assert quantise.spec(layout, 128) in served
-        assert {norm.spec(layout, is_fp8=True), norm.spec(layout, is_fp8=False)} <= served
-        assert combine.spec(combine.choose_combine_layout(m, 2880, 4), 4) in served
-    assert set(dispatch_fp8.specs(2880, 128, 4).values()) <= served
+            assert choose_grouped_tile(m * 4, experts, **swiglu).spec in served
+        layout = choose_layout(m, 2880)
+        assert quantise_spec(layout, 128) in served
+        assert {rms_norm_spec(layout, is_fp8=True), rms_norm_spec(layout, is_fp8=False)} <= served
+        assert combine_spec(choose_combine_layout(m, 2880, 4), 4) in served
+    assert set(dispatch_specs(2880, 128, 4).values()) <= served
     assert len({str(spec) for spec in served}) == len(served)
 
 
@@ -97,7 +96,6 @@ def test_a_warning_of_lost_performance_is_caught() -> None:
 
 def test_a_serialised_product_is_warned_about(tmp_path: Path) -> None:
     # Sums that are read while they are still added up: the compiler waits for each instruction.
-    source = linear_fp8.Tile(24).spec
     text = """
     extern "C" __global__ void waits(float* out, uint32_t a, uint32_t b) {
         float sums[12] = {};
@@ -108,7 +106,7 @@ def test_a_serialised_product_is_warned_about(tmp_path: Path) -> None:
         for (int i = 0; i < 12; ++i) out[i] = sums[i];
     }
     """
-    spec = KernelSpec("waits", (), generated=source.generated + text)
+    spec = KernelSpec("waits", (), generated=wgmma_source(24) + text)
     assert any("Performance Loss" in fault for fault in only(spec, tmp_path).faults)
 
 

@@ -99,22 +99,27 @@ def _grouped(model: ModelSizes) -> Iterator[KernelSpec]:
 
 
 def _bound_by_memory(model: ModelSizes) -> Iterator[KernelSpec]:
-    from gptoss_kernels.cuda import combine, dispatch_fp8, quantise, rms_norm_fp8, rows
+    from gptoss_kernels.cuda.combine import choose_combine_layout
+    from gptoss_kernels.cuda.combine import spec as combine_spec
+    from gptoss_kernels.cuda.dispatch_fp8 import specs as dispatch_specs
+    from gptoss_kernels.cuda.quantise import spec as quantise_spec
+    from gptoss_kernels.cuda.rms_norm_fp8 import spec as rms_norm_spec
+    from gptoss_kernels.cuda.rows import choose_layout
     from gptoss_kernels.fp8 import BLOCK
 
     chosen = model.experts_per_token
-    for layout in {rows.choose_layout(tokens, model.hidden) for tokens in _NUM_TOKENS}:
-        yield from (rms_norm_fp8.spec(layout, is_fp8=is_fp8) for is_fp8 in (True, False))
+    for layout in {choose_layout(tokens, model.hidden) for tokens in _NUM_TOKENS}:
+        yield from (rms_norm_spec(layout, is_fp8=is_fp8) for is_fp8 in (True, False))
     # The inputs of qkv and of attention's output product, and of w2 where SwiGLU is not fused.
     quantised = ((model.hidden, BLOCK), (model.attention, BLOCK))
     quantised += tuple((model.intermediate, group) for group in _SWIGLU_GROUPS)
     for columns, group in quantised:
-        for layout in {rows.choose_layout(tokens, columns) for tokens in _NUM_TOKENS}:
-            yield quantise.spec(layout, group)
+        for layout in {choose_layout(tokens, columns) for tokens in _NUM_TOKENS}:
+            yield quantise_spec(layout, group)
     for tokens in _NUM_TOKENS:
-        layout = combine.choose_combine_layout(tokens, model.hidden, chosen)
-        yield combine.spec(layout, chosen)
-    yield from dispatch_fp8.specs(model.hidden, model.num_experts, chosen).values()
+        layout = choose_combine_layout(tokens, model.hidden, chosen)
+        yield combine_spec(layout, chosen)
+    yield from dispatch_specs(model.hidden, model.num_experts, chosen).values()
 
 
 def build(specs: Iterable[KernelSpec], *, jobs: int, cache: Path | None = None) -> Iterator[Built]:
