@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -82,7 +82,8 @@ def _dense(model: ModelSizes) -> Iterator[KernelSpec]:
     shapes = ((model.qkv, model.hidden), (model.hidden, model.attention))
     choices = product(_NUM_TOKENS, shapes, _NUM_BLOCKS)
     for tile in {choose_tile(m, n, k, num_blocks) for m, (n, k), num_blocks in choices}:
-        yield tile.spec
+        for has_residual in (False, True):
+            yield replace(tile, has_residual=has_residual).spec
 
 
 def _grouped(model: ModelSizes) -> Iterator[KernelSpec]:
