@@ -4,14 +4,17 @@
     python tests/bench/bench_gemm.py dense activations
 
 Ours add the bias, and between the experts' products SwiGLU and its quantisation; Humming adds the
-bias, DeepGEMM neither. Inputs are as a served model has them (served.py), weights and inputs rotate
-through more memory than the L2 cache holds, times are medians of CUDA graph replays in two regimes
-(measuring.py): "ms" of a burst on a rested board, "sustained_ms" of long turns. The floor of few
-tokens is the mean over the routings, each of which hits another number of experts. cuBLASLt by row
-scales by row instead of by 128 x 128, which is less work: a ceiling, not a peer.
+bias, DeepGEMM neither. Humming wants K in blocks of 128 and so multiplies 2944 columns for 2880;
+its N is filled up to the fastest of the multiples of 64, 128 and 256. cuBLASLt by row scales by row
+instead of by 128 x 128, which is less work: a ceiling, not a peer.
 
---parts times each grouped product alone too, in bursts. --sweep times every tile of a list instead
-of the chosen one: that is how linear_fp8.choose_tile was made.
+Inputs are as a served model has them (served.py), weights and inputs rotate through more memory
+than the L2 cache holds, times are medians of CUDA graph replays in two regimes (measuring.py): "ms"
+of a burst on a rested board, "sustained_ms" of long turns, where the board's clock falls in them.
+The floor of few tokens is the mean over the routings, each of which hits another number of experts.
+
+--parts times each grouped product alone too, in one burst. --sweep times every tile of a list
+instead of the chosen one: that is how linear_fp8.choose_tile was made.
 """
 
 from __future__ import annotations
@@ -36,16 +39,25 @@ def main() -> None:
     )
     parser.add_argument("products", nargs="*", help=f"of {', '.join(RUNS)}; all if none")
     parser.add_argument("--output", type=Path, help="append the JSON lines to this file")
-    parser.add_argument("--model", choices=EXPERTS, default="120b")
-    parser.add_argument("--tokens", type=int, nargs="+")
-    parser.add_argument("--parts", action="store_true")
-    parser.add_argument("--group", type=int, choices=(64, 128), default=SWIGLU_GROUP)
-    parser.add_argument("--weights", choices=("mxfp4", "gaussian"), default="mxfp4")
-    parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--also", nargs="*", choices=ALSO, default=[])
+    parser.add_argument("--model", choices=EXPERTS, default="120b", help="whose experts")
+    parser.add_argument("--tokens", type=int, nargs="+", help="other sizes than the usual ones")
+    parser.add_argument("--parts", action="store_true", help="each grouped product alone, too")
+    parser.add_argument(
+        "--group", type=int, choices=(64, 128), default=SWIGLU_GROUP, help="behind SwiGLU"
+    )
+    parser.add_argument(
+        "--weights", choices=("mxfp4", "gaussian"), default="mxfp4", help="the experts' values"
+    )
+    parser.add_argument("--sweep", action="store_true", help="all tiles of linear_fp8")
+    parser.add_argument(
+        "--also", nargs="*", choices=ALSO, default=[], help="other operators of ours, grouped"
+    )
     parser.add_argument("--rest", type=float, default=1.0, help="seconds before each burst")
     parser.add_argument("--bursts", type=int, default=3, help="bursts of each candidate")
     parser.add_argument("--turns", type=int, default=3, help="sustained turns of each; 0 for none")
+    parser.add_argument(
+        "--all-sustained", action="store_true", help="turns of what leaves the clock as it is, too"
+    )
     parser.add_argument("--commit", default=command_output("git", "rev-parse", "--short", "HEAD"))
     arguments = parser.parse_args()
     unknown = set(arguments.products) - set(RUNS)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import concurrent.futures
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from arithmetic import CHECKED_ROWS, LINEAR_BOUND, dequantised, norm_error
 from candidates import Quantised
-from humming_peer import HummingProduct
-from measuring import Call, capture, floor_ms, print_ranked
+from humming_peer import HummingProduct, compile_all, paddings
+from measuring import Call, capture, fastest, floor_ms, is_heavy, print_ranked
 from running import OURS, ROTATED_BYTES, Bench, named, tried
 from served import gaussian_weight, quantised_rows
 from torch import Tensor
@@ -92,8 +93,9 @@ def bench_dense(bench: Bench) -> None:
             calls = {OURS: dense_ours(inputs, None)}
             calls |= {tile_name(tile): dense_ours(inputs, tile) for tile in swept if is_sweep}
             print(f"{m} x {n} x {k}: burst | sustained")
-            times = bench.time(calls | dense_peers(inputs), count)
             operations = 2 * m * n * k
+            heavy = is_heavy(operations, num_bytes)
+            times = bench.time(calls | dense_peers(inputs), count, is_heavy=heavy)
             print_ranked(times, operations)
             bench.record(
                 *("linear", times, OURS),
@@ -126,17 +128,29 @@ def dense_deepgemm(inputs: list[Dense]) -> Call:
 
 
 def dense_humming(inputs: list[Dense]) -> Call:
+    """Of the paddings of N that compute what they should, the fastest."""
     n, k = inputs[0].weight.shape
-    products = [
-        HummingProduct(one.weight.values, one.weight.scale, one.bias, n, k) for one in inputs
+    products = {
+        padding: [
+            HummingProduct(one.weight.values, one.weight.scale, one.bias, n, k, padding)
+            for one in inputs
+        ]
+        for padding in paddings(n)
+    }
+    compile_all([some[0] for some in products.values()], [len(inputs[0].x)])
+
+    def checked(padding: int) -> Call:
+        def call(index: int) -> None:
+            one = inputs[index]
+            products[padding][index](one.x, one.x_scale, one.out)
+
+        check(inputs[0], call, True)
+        return call
+
+    calls = [
+        tried(f"Humming with N + {padding}", partial(checked, padding)) for padding in products
     ]
-    products[0].prepare(len(inputs[0].x))
-
-    def call(index: int) -> None:
-        one = inputs[index]
-        products[index](one.x, one.x_scale, one.out)
-
-    return call
+    return fastest([call for call in calls if call is not None], len(inputs))
 
 
 def dense_cublaslt_by_row(inputs: list[Dense]) -> Call:

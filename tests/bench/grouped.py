@@ -10,8 +10,8 @@ import candidates
 import deepgemm_peer
 import torch
 from candidates import Candidate, Problem, Quantised, in_turn
-from humming_peer import HummingProduct, compile_all
-from measuring import Call, capture, floor_ms, print_ranked, print_short
+from humming_peer import HummingProduct, compile_all, paddings
+from measuring import Call, capture, fastest, floor_ms, is_heavy, print_ranked, print_short
 from running import EXPERTS, OURS, TOKENS, Bench, named, tried
 from served import HIDDEN, INNER, TOP, Experts, Routed
 
@@ -20,19 +20,20 @@ from gptoss_kernels.ops import load_fp8
 
 ALSO = {"triton": "Triton-lang", "deepgemm": "deepgemm operators"}  # by their name as `gemm`
 SHORT_ALIGNMENT_ROWS = 128  # an expert: above, padding to 128 costs DeepGEMM little
-MASKED_ROWS = 32  # an expert: up to here, its product with room for many rows is tried
+MASKED_ROWS = 128  # an expert: up to here, its product with room for many rows is tried
+Products = tuple[list[HummingProduct], list[HummingProduct]]  # by the padding of their N
 
 
-def humming_of(bench: Bench, experts: Experts) -> dict[str, tuple[HummingProduct, HummingProduct]]:
+def humming_of(bench: Bench, experts: Experts) -> dict[str, Products]:
     """Its products by name, compiled for all sizes before any is timed."""
-    made: dict[str, tuple[HummingProduct, HummingProduct]] = {}
+    made: dict[str, Products] = {}
     kinds = {"Humming": False} | ({"Humming MXFP4 x FP8": True} if experts.mxfp4 else {})
     rows = [tokens * TOP for tokens in bench.arguments.tokens or TOKENS]
     for name, is_mxfp4 in kinds.items():
 
-        def make(is_mxfp4: bool = is_mxfp4) -> tuple[HummingProduct, HummingProduct]:
+        def make(is_mxfp4: bool = is_mxfp4) -> Products:
             products = humming_products(experts, is_mxfp4)
-            compile_all(products, rows)
+            compile_all([*products[0], *products[1]], rows)
             return products
 
         products = tried(name, make)
@@ -57,7 +58,7 @@ def problem_of(tokens: int, experts: Experts, group: int) -> Problem:
 def grouped_candidates(
     bench: Bench,
     problem: Problem,
-    humming: dict[str, tuple[HummingProduct, HummingProduct]],
+    humming: dict[str, Products],
 ) -> list[Candidate]:
     makers: dict[str, Callable[[], Candidate]] = {
         OURS: lambda: candidates.operators(OURS, load_fp8("cuda"), problem)
@@ -108,9 +109,11 @@ def bench_grouped(bench: Bench) -> None:
         if bench.arguments.parts:
             parts |= {f"w13 {one.name}": one.first for one in found}
             parts |= {f"w2 {one.name}": one.second for one in found}
-        all_times = bench.time(calls | parts, len(problem.inputs), parts)
-        times = {name: all_times[name] for name in calls}
         operations = 6 * problem.inputs[0].rows * HIDDEN * INNER
+        heavy = is_heavy(operations, expert_bytes(problem.inputs[0]))
+        count = len(problem.inputs)
+        all_times = bench.time(calls | parts, count, is_heavy=heavy, only_burst=parts)
+        times = {name: all_times[name] for name in calls}
         print_ranked(times, operations)
         for part in ("w13", "w2") if parts else ():
             own = {name: all_times[name] for name in parts if name.startswith(part)}
@@ -131,37 +134,54 @@ def bench_grouped(bench: Bench) -> None:
         torch.cuda.empty_cache()
 
 
-def humming_products(experts: Experts, is_mxfp4: bool) -> tuple[HummingProduct, HummingProduct]:
+def humming_products(experts: Experts, is_mxfp4: bool) -> Products:
+    """MXFP4 as it is, with one padding: it is no peer."""
     shapes = ((2 * INNER, HIDDEN), (HIDDEN, INNER))
     weights = (experts.w13, experts.w2)
-    if is_mxfp4:
-        first, second = (
-            HummingProduct(*experts.mxfp4[i], experts.biases[i], *shapes[i], is_mxfp4=True)
-            for i in range(2)
-        )
-    else:
-        first, second = (
-            HummingProduct(weights[i].values, weights[i].scale, experts.biases[i], *shapes[i])
-            for i in range(2)
-        )
-    return first, second
+    made: Products = ([], [])
+    for i, (n, k) in enumerate(shapes):
+        own = experts.mxfp4[i] if is_mxfp4 else (weights[i].values, weights[i].scale)
+        for pad_n in [-n % BLOCK] if is_mxfp4 else paddings(n):
+            product = HummingProduct(*own, experts.biases[i], n, k, pad_n, is_mxfp4=is_mxfp4)
+            made[i].append(product)
+    return made
 
 
-def humming_candidate(
-    problem: Problem, products: tuple[HummingProduct, HummingProduct], name: str
-) -> Candidate:
-    rows = problem.inputs[0].rows
+def humming_candidate(problem: Problem, products: Products, name: str) -> Candidate:
+    """Of each product the fastest of the paddings that compute what they should."""
+    rows, count = problem.inputs[0].rows, len(problem.inputs)
     product = torch.empty(rows, 2 * INNER, device="cuda", dtype=torch.bfloat16)
     output = torch.empty(rows, HIDDEN, device="cuda", dtype=torch.bfloat16)
-
-    def first(index: int) -> None:
-        one = problem.inputs[index]
-        products[0](one.x, one.x_scale, product, one.start)
-
-    def second(index: int) -> None:
-        products[1](*problem.middles[index], output, problem.inputs[index].start)
-
     name = named(name, "humming-kernels")
-    return Candidate(
-        *(name, first, second, in_turn(first, second), lambda: product, lambda: output, True)
+
+    def first_of(own: HummingProduct) -> Call:
+        def first(index: int) -> None:
+            one = problem.inputs[index]
+            own(one.x, one.x_scale, product, one.start)
+
+        return first
+
+    def second_of(own: HummingProduct) -> Call:
+        def second(index: int) -> None:
+            own(*problem.middles[index], output, problem.inputs[index].start)
+
+        return second
+
+    def both(first: Call, second: Call) -> Candidate:
+        calls = (first, second, in_turn(first, second))
+        return Candidate(name, *calls, lambda: product, lambda: output, True)
+
+    def checked(own: HummingProduct, other: HummingProduct) -> Candidate:
+        candidate = both(first_of(own), second_of(other))
+        candidates.check(problem, candidate)
+        return candidate
+
+    firsts, seconds = products
+    pairs = [(firsts[min(i, len(firsts) - 1)], second) for i, second in enumerate(seconds)]
+    right = [tried(f"a padding of {name}", partial(checked, *pair)) for pair in pairs]
+    found = [one for one in right if one is not None]
+    if not found:
+        raise ArithmeticError("no padding computes what it should")
+    return both(
+        fastest([one.first for one in found], count), fastest([one.second for one in found], count)
     )

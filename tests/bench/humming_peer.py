@@ -10,7 +10,7 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from gptoss_kernels.fp8 import BLOCK
+from gptoss_kernels.fp8 import BLOCK, num_blocks
 
 HUMMING_TENSORS = ("weight", "weight_scale", "weight_scale_2", "bias")
 
@@ -18,18 +18,28 @@ HUMMING_TENSORS = ("weight", "weight_scale", "weight_scale_2", "bias")
 class HummingProduct:
     """x @ weight^T + bias by Humming; grouped rows lie as ours do, by their offsets.
 
-    It takes N and K in multiples of 128 alone, so that the weights are filled up with zeros.
+    Blocks want K in multiples of 128, so that the weights are filled up with zeros: 2880 becomes
+    2944, 2.2 % more bytes. N is `n` and `pad_n` rows more; the tile that the library chooses by it
+    has 64, 128 or 256 columns.
     """
 
     def __init__(
-        self, weight: Tensor, scale: Tensor, bias: Tensor, n: int, k: int, *, is_mxfp4: bool = False
+        self,
+        weight: Tensor,
+        scale: Tensor,
+        bias: Tensor,
+        n: int,
+        k: int,
+        pad_n: int,
+        *,
+        is_mxfp4: bool = False,
     ) -> None:
         ops, config_types, kernel, transform, tune = (
             import_module(f"humming.{name}")
             for name in ("ops", "config", "kernel.humming", "transform", "tune")
         )
 
-        pad_n, pad_k = -n % BLOCK, -k % BLOCK
+        pad_k = -k % BLOCK
         num_experts = len(weight) if bias.dim() == 2 else 0
         blocks = {"bs_dtype": "float32", "weight_scale_group_size_n": BLOCK}
         groups = {"bs_dtype": "float8e8m0", "weight_scale_group_size": 32}
@@ -58,7 +68,7 @@ class HummingProduct:
             fill = torch.nn.functional.pad
             tensors = {
                 "weight": fill(weight.view(torch.uint8), (0, pad_k, 0, pad_n)).view(torch.int32),
-                "weight_scale": scale,
+                "weight_scale": fill(scale, (0, 0, 0, num_blocks(n + pad_n) - num_blocks(n))),
                 "bias": fill(bias, (0, pad_n)),
             }
         self._tensors = transform.transform_humming_tensors(
@@ -94,6 +104,11 @@ class HummingProduct:
             locks=self._locks,
             **{name: self._tensors.get(name) for name in HUMMING_TENSORS},
         )
+
+
+def paddings(n: int) -> list[int]:
+    """Rows that make N a multiple of 64, 128 and 256, each once."""
+    return sorted({-n % multiple for multiple in (64, 128, 256)})
 
 
 def compile_all(products: Iterable[HummingProduct], rows: Iterable[int]) -> None:

@@ -5,7 +5,8 @@ own benchmark or a single prefill has it. sustained: turns of 0.8 s, of which th
 counts. Large products draw more than the 700 W that an H200 allows. It notices after some 50 to
 100 ms, and its clock then falls from 1980 MHz to between 1300 and 1600
 (results/board_clock-2026-11-30.jsonl): a burst ends before that, and the regimes differ by up to a
-fifth.
+fifth. Where a call is short or arithmetic a small part of its work, the clock stays, and there are
+no turns.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from statistics import median
 
 import torch
 
-PEAK_FLOPS, PEAK_BYTES = 1430e12, 4.5e12  # measured on an H200, see the performance notes
-WARM_UP_MS, BURST_MS = 10.0, 40.0
-# Of a sustained turn, by the least milliseconds a call: what is short leaves the clock as it is.
-TURN_MS = ((0.1, 800.0), (0.03, 60.0), (0.0, 10.0))
+# Measured on an H200, see the performance notes: tensor cores, reading, and a copy's both ways.
+PEAK_FLOPS, PEAK_BYTES, COPIED_BYTES = 1430e12, 4.5e12, 4.24e12
+WARM_UP_MS, BURST_MS, TURN_MS = 10.0, 40.0, 800.0
+SUSTAINED_FROM_MS = 0.1  # a call
+CHOOSING_MS = 5.0
 SAMPLE_SECONDS = 0.005
 
 Call = Callable[[int], object]  # of the input with this index
@@ -35,11 +37,15 @@ Call = Callable[[int], object]  # of the input with this index
 
 @dataclass(frozen=True)
 class Plan:
-    """Of each candidate: bursts, seconds of rest before each, sustained turns (0 for none)."""
+    """Of each candidate: bursts, seconds of rest before each, sustained turns (0 for none).
+
+    `is_forced`: turns of what leaves the clock as it is, too, to show that it does.
+    """
 
     bursts: int = 3
     rest: float = 1.0
     turns: int = 3
+    is_forced: bool = False
 
 
 @dataclass(frozen=True)
@@ -153,22 +159,28 @@ def time_calls(
     count: int,
     plan: Plan,
     board: Board,
+    is_heavy: bool,
     only_burst: Sequence[str] = (),
 ) -> dict[str, Timing]:
     """The time of a call, by name: bursts in rotation, then sustained turns in rotation.
 
     Each call is captured over the `count` inputs, which together are larger than the L2 cache.
+    Turns are of what `is_heavy` and not short. What is in `only_burst` has one burst and no more.
     """
     graphs = {name: capture(call, count) for name, call in calls.items()}
     bursts = {name: Samples() for name in calls}
-    sustained = {name: Samples() for name in calls if name not in only_burst}
+    whole = [name for name in calls if name not in only_burst]
     progress, done = Progress(), 0
-    stretches = plan.bursts * len(bursts) + plan.turns * len(sustained)
-    for name in _rotating(list(bursts), plan.bursts):
+    stretches = plan.bursts * len(whole) + len(only_burst)
+    for name in [*_rotating(whole, plan.bursts), *only_burst]:
         progress.show(name, done, stretches)
         _burst(graphs[name], count, plan.rest, bursts[name], board)
         done += 1
-    for name in _rotating(list(sustained), plan.turns):
+    is_long = any(bursts[name].spread().median > SUSTAINED_FROM_MS for name in whole)
+    turns = plan.turns if plan.is_forced or (is_heavy and is_long) else 0
+    sustained = {name: Samples() for name in whole if turns}
+    stretches += turns * len(sustained)
+    for name in _rotating(list(sustained), turns):
         progress.show(name, done, stretches)
         _turn(graphs[name], count, sustained[name], board)
         done += 1
@@ -176,10 +188,25 @@ def time_calls(
     return {
         name: Timing(
             bursts[name].spread(),
-            sustained[name].spread() if plan.turns and name in sustained else None,
+            sustained[name].spread() if name in sustained else None,
         )
         for name in calls
     }
+
+
+def fastest(calls: Sequence[Call], count: int) -> Call:
+    """Of calls that do the same, by a few milliseconds of each."""
+    if len(calls) == 1:
+        return calls[0]
+
+    def duration(call: Call) -> float:
+        graph = capture(call, count)
+        number = max(5, int(CHOOSING_MS / _one_replay(graph)))
+        events = _replays(graph, number)
+        events[-1].synchronize()
+        return median(_times(events, count))
+
+    return min(calls, key=duration)
 
 
 def _rotating(names: list[str], rounds: int) -> Iterator[str]:
@@ -205,8 +232,7 @@ def _burst(
 
 def _turn(graph: torch.cuda.CUDAGraph, count: int, samples: Samples, board: Board) -> None:
     replay = _one_replay(graph)
-    turn_ms = next(ms for least, ms in TURN_MS if replay / count > least)
-    events = _replays(graph, max(4, int(turn_ms / replay)))
+    events = _replays(graph, max(4, int(TURN_MS / replay)))
     second_half = events[len(events) // 2 :]
     second_half[0].synchronize()
     with board.sampled(samples):
@@ -240,6 +266,11 @@ def command_output(*command: str) -> str:
 
 def floor_ms(operations: float, num_bytes: float) -> float:
     return max(operations / PEAK_FLOPS, num_bytes / PEAK_BYTES) * 1e3
+
+
+def is_heavy(operations: float, num_bytes: float) -> bool:
+    """Whether arithmetic would take a third of the time that memory takes, or more."""
+    return operations / PEAK_FLOPS > num_bytes / PEAK_BYTES / 3
 
 
 def result_line(

@@ -24,7 +24,7 @@ class Bench:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
-        self.plan = Plan(arguments.bursts, arguments.rest, arguments.turns)
+        self.plan = Plan(arguments.bursts, arguments.rest, arguments.turns, arguments.all_sustained)
         self.board = Board()
         self.lines: list[str] = []
         words = sys.argv[1:]
@@ -35,12 +35,19 @@ class Bench:
         self.command = " ".join(["python tests/bench/bench_gemm.py", *words])
 
     def time(
-        self, calls: dict[str, Call], count: int, only_burst: Iterable[str] = ()
+        self,
+        calls: dict[str, Call],
+        count: int,
+        *,
+        is_heavy: bool,
+        only_burst: Iterable[str] = (),
     ) -> dict[str, Timing]:
-        return time_calls(calls, count, self.plan, self.board, tuple(only_burst))
+        return time_calls(calls, count, self.plan, self.board, is_heavy, tuple(only_burst))
 
     def record(self, benchmark: str, times: dict[str, Timing], ours: str, **own: object) -> None:
-        line = result_line(benchmark, times, ours, self.command, self.arguments.commit) | own
+        line = result_line(benchmark, times, ours, self.command, self.arguments.commit)
+        line |= {"bursts": self.plan.bursts, "turns": self.plan.turns, "rest_s": self.plan.rest}
+        line |= own
         self.lines.append(json.dumps(line))
         if self.arguments.output:
             with self.arguments.output.open("a") as file:

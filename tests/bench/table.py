@@ -1,16 +1,18 @@
-"""The kernels' figures as a Markdown table, from the result files; of two lines the newer counts.
+"""The kernels' figures as Markdown tables, from the result files; of two lines the newer counts.
 
-python tests/bench/table.py >> kernels/README.md
-python tests/bench/table.py results.jsonl   # of these files alone
+python tests/bench/table.py results/operators-2026-11-30.jsonl   # of these files alone
+python tests/bench/table.py                                      # of all
 
-A figure is in us of a burst / sustained, see measuring.py; lines from before 2026-11-30's
-bench_gemm.py have one figure. The share is that of the floor, of a burst.
+Times are in us: of a burst, and of long turns where the board's clock falls in them (measuring.py).
+Rate, floor and its share are of the burst; a peer has both times, too. A second table has our other
+implementations of the operators, where they ran.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,9 @@ from measuring import PEAK_FLOPS
 RESULTS = Path(__file__).parent / "results"
 ACTIVATIONS = ("quantise", "rms_norm_fp8", "dispatch_fp8", "combine")
 BENCHMARKS = ("linear", "moe_gemm", *ACTIVATIONS)
+OTHERS = ("Triton-lang", "deepgemm operators")  # of ours
 # cuBLASLt by row scales by row, which is less work, and MXFP4 is half the bytes: no peers.
-NOT_PEERS = ("cuBLASLt row-wise", "Humming MXFP4", "Triton-lang", "deepgemm operators")
+NOT_PEERS = ("cuBLASLt row-wise", "Humming MXFP4", *OTHERS)
 KEY = ("benchmark", "model", "n", "k", "tokens", "swiglu_group", "weight_values")
 
 
@@ -71,28 +74,45 @@ def best(peers: dict[str, float]) -> tuple[str, float] | None:
 
 
 def best_text(line: dict[str, Any]) -> str:
-    peers = [best(line["peers"]), best(line.get("peers_sustained", {}))]
-    found = [peer for peer in peers if peer is not None]
-    if not found:
+    burst, sustained = best(line["peers"]), best(line.get("peers_sustained", {}))
+    if burst is None:
         return ""
-    times = " / ".join(f"{ms * 1e3:.1f}" for _, ms in found)
-    return f"{' / '.join(dict.fromkeys(name for name, _ in found))}: {times}"
+    text = f"{burst[0]}: {microseconds(burst[1])}"
+    if sustained is None:
+        return text
+    name = f"{sustained[0]}: " if sustained[0] != burst[0] else ""
+    return f"{text}, sustained {name}{microseconds(sustained[1])}"
+
+
+def microseconds(ms: float) -> str:
+    return f"{ms * 1e3:.1f}"
 
 
 def row(line: dict[str, Any]) -> str:
-    times = [line["ms"], *([line["sustained_ms"]] if "sustained_ms" in line else [])]
     rate = f"{line['tflops']:.0f} TFLOP/s" if "tflops" in line else f"{line['tb_per_s']:.2f} TB/s"
-    cells = (
+    return cells(
         operator(line),
-        str(line["tokens"]),
         bound_by(line),
-        " / ".join(f"{ms * 1e3:.1f}" for ms in times),
+        line["tokens"],
+        microseconds(line["ms"]),
+        microseconds(line["sustained_ms"]) if "sustained_ms" in line else "",
         rate,
         f"{line['floor_ms'] / line['ms']:.0%}",
         best_text(line),
-        f"{line['date']}, {line['commit']}",
     )
-    return f"| {' | '.join(cells)} |"
+
+
+def others_row(line: dict[str, Any]) -> str:
+    times = [microseconds(line["peers"][name]) if name in line["peers"] else "" for name in OTHERS]
+    return cells(operator(line), line["tokens"], microseconds(line["ms"]), *times)
+
+
+def cells(*texts: object) -> str:
+    return f"| {' | '.join(map(str, texts))} |"
+
+
+def header(*names: str) -> str:
+    return f"{cells(*names)}\n|{'-|' * len(names)}"
 
 
 def main() -> None:
@@ -102,12 +122,17 @@ def main() -> None:
     parser.add_argument("files", nargs="*", type=Path)
     files = parser.parse_args().files
     lines = newest_lines(files or sorted(RESULTS.glob("*.jsonl"), key=lambda path: path.stem[-10:]))
-    print(
-        "| operator | tokens | bound by | us | rate | share of floor | best peer, us | measured |"
-    )
-    print("|-|-|-|-|-|-|-|-|")
+    times = ("burst, us", "sustained, us", "rate", "share of floor", "best peer, us")
+    print(header("operator", "bound by", "tokens", *times))
     for line in lines:
         print(row(line))
+    origins = Counter(f"{line['date']}, {line['commit']}, {line['device']}" for line in lines)
+    print("\nMeasured:", "; ".join(f"{origin} ({count} rows)" for origin, count in origins.items()))
+    others = [line for line in lines if any(name in line["peers"] for name in OTHERS)]
+    if others:
+        print("\n" + header("operator", "tokens", "CUDA C++, us", *OTHERS))
+        for line in others:
+            print(others_row(line))
 
 
 if __name__ == "__main__":
