@@ -428,8 +428,8 @@ struct Math {
             shared_fence();
             __syncwarp();
             if (lane == 0)
-                store_box(map, buffer, computed_here(column + box * BOX_COLUMNS),
-                          computed_here(row + row_in_block + wave * M_GROUPS * 64));
+                store_box(map, buffer, column + box * BOX_COLUMNS,
+                          row + row_in_block + wave * M_GROUPS * 64);
         }
     }
 

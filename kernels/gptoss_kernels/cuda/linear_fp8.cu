@@ -133,8 +133,8 @@ struct LinearMath : Math {
     __device__ __forceinline__ void request_residual(int box, int row, int column) {
         barrier_expect(residual_barrier(box), BOX_BYTES);
         load_box(box_buffer(box), residual_map, residual_barrier(box),
-                 computed_here(column + box % BOXES * BOX_COLUMNS),
-                 computed_here(row + row_in_block + box / BOXES * M_GROUPS * 64));
+                 column + box % BOXES * BOX_COLUMNS,
+                 row + row_in_block + box / BOXES * M_GROUPS * 64);
     }
 
     // Of the tile whose first block of K has been multiplied.
@@ -246,8 +246,10 @@ struct LinearMath : Math {
                     start(wave);
                 }
                 if (wave == WAVES - 1) {
-                    row = next_row;
-                    column = next_column;
+                    // Through a shuffle, as the compiler takes `column + 32` of the tile that is
+                    // stored for that of the next one where both are uniform (NVRTC 13.0.88).
+                    row = same_in_warp(next_row);
+                    column = same_in_warp(next_column);
                     if (tile < last) tiles.advance();
                     tiles.at(next_row, next_column);
                     prefetch(next_column);
