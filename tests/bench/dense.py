@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -84,8 +84,10 @@ def bench_dense(bench: Bench) -> None:
     if is_sweep:
         with concurrent.futures.ProcessPoolExecutor() as pool:
             list(pool.map(LinearTile.compile, itertools.chain(*SWEPT_TILES.values())))
+    tokens = bench.arguments.tokens or TOKENS
+    tried("Humming's kernels", partial(compile_humming, tokens))
     for n, k in SHAPES:
-        for m in bench.arguments.tokens or TOKENS:
+        for m in tokens:
             num_bytes = m * k + n * k + 2 * m * n
             count = min(16, max(2, -(-ROTATED_BYTES // num_bytes)))
             inputs = [Dense(quantised_rows(m, k), gaussian_weight(n, k)) for _ in range(count)]
@@ -125,6 +127,18 @@ def dense_deepgemm(inputs: list[Dense]) -> Call:
         module.fp8_gemm_nt((one.x, one.x_scale), weight, one.out)
 
     return call
+
+
+def compile_humming(tokens: Sequence[int]) -> None:
+    """All at once, before any is timed."""
+    products = []
+    for n, k in SHAPES:
+        weight, bias = gaussian_weight(n, k), torch.zeros(n, device="cuda")
+        products += [
+            HummingProduct(weight.values, weight.scale, bias, n, k, padding)
+            for padding in paddings(n)
+        ]
+    compile_all(products, tokens)
 
 
 def dense_humming(inputs: list[Dense]) -> Call:

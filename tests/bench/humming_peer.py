@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib import import_module
 
@@ -112,8 +112,12 @@ def paddings(n: int) -> list[int]:
 
 
 def compile_all(products: Iterable[HummingProduct], rows: Iterable[int]) -> None:
-    """Humming's kernels for these numbers of rows, side by side: each takes seconds."""
-    with ThreadPoolExecutor() as pool:
-        jobs = [pool.submit(one.prepare, count) for one in products for count in rows]
-        for job in jobs:
-            job.result()
+    """Humming's kernels for these numbers of rows, side by side: each takes seconds.
+
+    One that does not compile fails again, and alone, where it is called.
+    """
+    sizes = list(rows)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        concurrent.futures.wait(
+            [pool.submit(one.prepare, count) for one in products for count in sizes]
+        )
