@@ -9,6 +9,7 @@ from torch import Tensor
 from gptoss_kernels import reference
 from gptoss_kernels.contracts import Dispatched, empty_scale
 from gptoss_kernels.cuda.dispatch_fp8 import dispatch_fp8, specs
+from gptoss_kernels.cuda.rms_norm_fp8 import rms_norm
 
 WAYS = pytest.mark.parametrize("few", [True, False], ids=["few", "many"])
 MODELS = ((16, 4), (8, 2), (32, 4), (128, 4), (512, 8), (1, 1), (5, 3))  # experts, chosen
@@ -230,6 +231,24 @@ def test_reads_choices_after_the_kernel_before_it_wrote_them(few: bool) -> None:
         late_x.copy_(x)
         late.copy_(chosen)
         assert is_right(dispatch_fp8(late_x, late, 128, few=few), x, chosen, 128)
+
+
+@pytest.mark.gpu
+@WAYS
+def test_reads_tokens_of_a_kernel_that_lets_it_start_early(few: bool) -> None:
+    # One call follows the other at once, at the same addresses but for what it writes.
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    shape = (4096, 2880)
+    inputs = [torch.randn(shape, device="cuda", generator=generator).bfloat16() for _ in range(4)]
+    choices = [random_inputs(4096, 16, 128, 4, seed=seed)[1] for seed in range(4)]
+    outputs = [poisoned(4096, 2880, 128, 4) for _ in range(4)]
+    weight = torch.ones(2880, device="cuda")
+    x = torch.empty(shape, device="cuda", dtype=torch.bfloat16)
+    for hidden, chosen, out in zip(inputs, choices, outputs, strict=True):
+        rms_norm(hidden, weight, 1e-5, out=x)
+        dispatch_fp8(x, chosen, 128, out=out, few=few)
+    for hidden, chosen, out in zip(inputs, choices, outputs, strict=True):
+        assert is_right(out, rms_norm(hidden, weight, 1e-5), chosen, 128)
 
 
 @pytest.mark.gpu

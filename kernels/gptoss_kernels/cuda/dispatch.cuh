@@ -1,4 +1,5 @@
-// Where tokens go: what dispatch_few.cu, dispatch_count.cu and dispatch_many.cu share.
+// Where tokens go: what dispatch_few.cu and, for many tokens, dispatch_count.cu, dispatch_place.cu,
+// dispatch_move.cu and dispatch_scales.cu share.
 //
 // A choice is one of the T CHOSEN entries of `chosen`, numbered as they are stored. Rows are in the
 // order of their choices' experts, and for one expert in the order of the choices. What is no
@@ -16,7 +17,9 @@ constexpr int BUCKETS = (EXPERTS + 1 + 3) / 4 * 4;
 struct Arguments {
     const bf16* x;
     const Choice* chosen;
-    int* counts;  // [blocks][BUCKETS], for many tokens
+    float* token_scale;  // [tokens][SCALES], by token; this and the next two for many tokens
+    int* counts;         // [blocks][BUCKETS]
+    int* source;         // the token of each row
     byte* values;
     float* scale;
     int* expert_start;
@@ -57,14 +60,7 @@ __device__ __forceinline__ void exclusive_sums(int (&counts)[BUCKETS]) {
     }
 }
 
-// The tokens of block `block` of `blocks`: those from here to where the next block's begin.
-__device__ __forceinline__ int first_token(int num_tokens, int block, int blocks) {
-    return int((long long)num_tokens * block / blocks);
-}
-
-__device__ __forceinline__ void store_token(const Quantised<128>& token,
-                                            const Arguments& arguments, int row,
-                                            const Place& place) {
-    token.store(arguments.values + row * arguments.values_stride, arguments.scale + row,
-                arguments.scale_stride, arguments.columns, place);
+// Of `count` choices part `part` of `parts` has those from here to where the next part begins.
+__device__ __forceinline__ int first_choice(int count, int part, int parts) {
+    return int((long long)count * part / parts);
 }

@@ -1,4 +1,4 @@
-// How many choices of each expert the tokens of each block of dispatch_many have.
+// Many tokens, the first of four launches: how many choices of each expert each block has.
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     dispatch_count(const __grid_constant__ Arguments arguments) {
@@ -6,12 +6,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int e = threadIdx.x; e < BUCKETS; e += THREADS) counts[e] = 0;
     __syncthreads();
     wait_for_previous_kernels();
-    // Not before: dispatch_many reads `chosen` without waiting for this kernel, and so may not begin
-    // until the kernel that wrote it has ended.
+    // Not before: dispatch_place and dispatch_move read `chosen` and `x` without waiting for the
+    // kernels before them, and so may not begin until those that wrote both have ended.
     allow_next_kernel();
-    const int first = first_token(arguments.num_tokens, blockIdx.x, gridDim.x) * CHOSEN;
-    const int end = first_token(arguments.num_tokens, blockIdx.x + 1, gridDim.x) * CHOSEN;
-    for (int i = first + threadIdx.x; i < end; i += THREADS)
+    const int num_choices = arguments.num_tokens * CHOSEN;
+    const int end = first_choice(num_choices, blockIdx.x + 1, gridDim.x);
+    for (int i = first_choice(num_choices, blockIdx.x, gridDim.x) + threadIdx.x; i < end;
+         i += THREADS)
         atomicAdd(&counts[expert_of(arguments, i)], 1);
     __syncthreads();
     for (int e = threadIdx.x; e < BUCKETS; e += THREADS)

@@ -51,7 +51,9 @@ __device__ __forceinline__ void move_token(const Arguments& arguments, int token
         rows[k] = 0;
 #pragma unroll
         for (int warp = 0; warp < WARPS; ++warp) rows[k] += below[k][warp];
-        store_token(quantised, arguments, rows[k], place);
+        quantised.store(arguments.values + rows[k] * arguments.values_stride,
+                        arguments.scale + rows[k], arguments.scale_stride, arguments.columns,
+                        place);
         if (threadIdx.x == 0) arguments.rows[token * CHOSEN + k] = rows[k];
     }
 }

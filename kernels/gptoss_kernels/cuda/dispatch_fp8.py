@@ -2,12 +2,13 @@
 
 bf16 in, FP8 (e4m3) out. Memory-bound: reads 2TH bytes, writes TKH and the scales. Few tokens take
 one launch (dispatch_few.cu), in which each token counts for itself how many choices come before
-its own; many take two: blocks count (dispatch_count.cu), then place and move (dispatch_many.cu).
+its own. Many take four: dispatch_count, dispatch_place, dispatch_move and dispatch_scales.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ MAXIMUM_CHOSEN = 8
 
 _FEW_CHOICES = 4096
 _MOST_FEW_CHOICES = 2**20  # a choice's number and its expert's are compared as one of 32 bits
+# Of the launches that count and place. Each block of the second one reads what all blocks counted.
+_MAXIMUM_BLOCKS, _CHOICES_A_BLOCK = 128, 256
 _CHOICE_BYTES = {torch.int64: 8, torch.int32: 4}
 
 
@@ -55,16 +58,13 @@ def dispatch_fp8(
         )
         return out
     # Of this call alone, so that no other, on another stream, counts into it.
-    counts = torch.empty(
-        (_num_blocks(x), _num_buckets(num_experts)), dtype=torch.int32, device=x.device
+    size = sum(_scratch_sizes(chosen.numel(), x.shape[0], x.shape[-1], num_experts))
+    scratch = torch.empty(size, dtype=torch.int32, device=x.device)
+    launch(
+        ("dispatch_many", num_experts),
+        (x, chosen, scratch, *out),
+        lambda: _prepare_many(x, chosen, num_experts, scratch, out),
     )
-    tensors = (x, chosen, counts, *out)
-    for name in ("dispatch_count", "dispatch_many"):
-        launch(
-            (name, num_experts),
-            tensors,
-            lambda name=name: _prepare_many(name, x, chosen, num_experts, counts, out),
-        )
     return out
 
 
@@ -72,7 +72,10 @@ class _Arguments(ctypes.Structure):
     _fields_ = (
         *(
             (name, ctypes.c_void_p)
-            for name in ("x", "chosen", "counts", "values", "scale", "expert_start", "rows")
+            for name in (
+                *("x", "chosen", "token_scale", "counts", "source"),
+                *("values", "scale", "expert_start", "rows"),
+            )
         ),
         *((name, ctypes.c_int) for name in ("num_tokens", "columns")),
         *((name, ctypes.c_longlong) for name in ("x_stride", "values_stride", "scale_stride")),
@@ -83,11 +86,13 @@ def few_layout(columns: int) -> RowLayout:
     return RowLayout.of(columns, vectors=1)
 
 
-def many_layout(columns: int) -> RowLayout:
-    """A row to a warp, whatever its width: which warp moves which token is decided before."""
-    vectors = -(-columns // 256)
-    # A multiprocessor's registers hold one block, and the widest rows for half of its threads.
-    return RowLayout(vectors, 1, 16 if vectors <= 16 else 8)
+def move_layout(columns: int) -> RowLayout:
+    return RowLayout.of(columns, vectors=2)
+
+
+# Without rows of bf16: so many warps a block.
+_PLACING = RowLayout(1, 1, 16)
+_PERMUTING = RowLayout(1, 1, 4)
 
 
 def specs(
@@ -96,16 +101,19 @@ def specs(
     num_chosen: int,
     chosen_type: torch.dtype = torch.int64,
 ) -> dict[str, runtime.KernelSpec]:
-    """All three kernels by name."""
+    """All kernels by name, in the order of their launches."""
     layouts = {
         "dispatch_few": few_layout(columns),
-        "dispatch_count": many_layout(columns),
-        "dispatch_many": many_layout(columns),
+        "dispatch_count": _PLACING,
+        "dispatch_place": _PLACING,
+        "dispatch_move": move_layout(columns),
+        "dispatch_scales": _PERMUTING,
     }
     defines = {
         "EXPERTS": num_experts,
         "CHOSEN": num_chosen,
         "CHOSEN_BYTES": _CHOICE_BYTES[chosen_type],
+        "SCALES": _scales_of_token(columns),
     }
     return {name: row_spec(name, layout, **defines) for name, layout in layouts.items()}
 
@@ -115,10 +123,24 @@ def _num_buckets(num_experts: int) -> int:
     return -(-(num_experts + 1) // 4) * 4
 
 
-def _num_blocks(x: Tensor) -> int:
-    if not x.is_cuda:
-        return 1  # refused later, with what else is wrong
-    return torch.cuda.get_device_properties(x.device).multi_processor_count
+def _num_blocks(num_choices: int) -> int:
+    return min(_MAXIMUM_BLOCKS, max(1, -(-num_choices // _CHOICES_A_BLOCK)))
+
+
+def _scales_of_token(columns: int) -> int:
+    """In a multiple of 16 bytes."""
+    return -(-columns // (4 * BLOCK)) * 4
+
+
+def _scratch_sizes(
+    num_choices: int, num_tokens: int, columns: int, num_experts: int
+) -> tuple[int, int, int]:
+    """Of 4 bytes: scales by token, counts of each block, the token of each row."""
+    return (
+        num_tokens * _scales_of_token(columns),
+        _num_blocks(num_choices) * _num_buckets(num_experts),
+        num_choices,
+    )
 
 
 def _check_inputs(x: Tensor, chosen: Tensor, num_experts: int) -> None:
@@ -169,12 +191,12 @@ def _check(x: Tensor, chosen: Tensor, num_experts: int, out: Dispatched) -> None
 
 
 def _arguments(
-    x: Tensor, chosen: Tensor, counts: Tensor | None, out: Dispatched
+    x: Tensor, chosen: Tensor, scratch: Sequence[int | None], out: Dispatched
 ) -> tuple[_Arguments]:
     return (
         _Arguments(
             *(x.data_ptr(), chosen.data_ptr()),
-            counts.data_ptr() if counts is not None else None,
+            *scratch,
             *(tensor.data_ptr() for tensor in out),
             *(x.shape[0], x.shape[1]),
             *(x.stride(0), out.values.stride(0), out.scale.stride(1)),
@@ -198,18 +220,48 @@ def _prepare_few(x: Tensor, chosen: Tensor, num_experts: int, out: Dispatched) -
         _load("dispatch_few", x, chosen, num_experts),
         grid=1 + x.shape[0],
         threads=layout.threads,
-        arguments=_arguments(x, chosen, None, out),
+        arguments=_arguments(x, chosen, (None, None, None), out),
     )
 
 
+class _Launches(runtime.Launch):
+    """Several kernels, one after the other."""
+
+    def __init__(self, launches: Sequence[runtime.Launch]) -> None:
+        self._launches = tuple(launches)
+
+    def __call__(self, stream: int) -> None:
+        for one in self._launches:
+            one(stream)
+
+
 def _prepare_many(
-    name: str, x: Tensor, chosen: Tensor, num_experts: int, counts: Tensor, out: Dispatched
-) -> runtime.Launch:
+    x: Tensor, chosen: Tensor, num_experts: int, scratch: Tensor, out: Dispatched
+) -> _Launches:
     _check(x, chosen, num_experts, out)
-    layout = many_layout(x.shape[1])
-    return runtime.Launch(
-        _load(name, x, chosen, num_experts),
-        grid=len(counts),
-        threads=layout.threads,
-        arguments=_arguments(x, chosen, counts, out),
+    num_tokens, columns = x.shape
+    num_choices = chosen.numel()
+    sizes = _scratch_sizes(num_choices, num_tokens, columns, num_experts)
+    pointers = [part.data_ptr() for part in scratch.split(sizes)]
+    arguments = _arguments(x, chosen, pointers, out)
+    layout = move_layout(columns)
+    grids = {
+        "dispatch_count": (_num_blocks(num_choices), _PLACING),
+        "dispatch_place": (_num_blocks(num_choices), _PLACING),
+    }
+    if num_tokens:
+        grids |= {
+            "dispatch_move": (-(-num_tokens // layout.rows), layout),
+            "dispatch_scales": (-(-num_choices // _PERMUTING.threads), _PERMUTING),
+        }
+    return _Launches(
+        [
+            runtime.Launch(
+                _load(name, x, chosen, num_experts),
+                grid=grid,
+                threads=layout.threads,
+                arguments=arguments,
+            )
+            for name, (grid, layout) in grids.items()
+        ]
     )

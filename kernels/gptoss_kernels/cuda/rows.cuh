@@ -27,7 +27,8 @@ __device__ __forceinline__ float high_float(uint32_t pair) {
     return __uint_as_float(pair & 0xFFFF0000);
 }
 
-// Zeros where it is not inside. What is read here is read once: it need not stay in L1.
+// Zeros where it is not inside. Past L1: what is read here is read once, and L1 may be older than
+// what a kernel before the previous one wrote, which dispatch_move reads without waiting.
 __device__ __forceinline__ void load_vector(uint32_t (&words)[4], const bf16* pointer,
                                             bool is_inside) {
     words[0] = words[1] = words[2] = words[3] = 0;
@@ -35,7 +36,7 @@ __device__ __forceinline__ void load_vector(uint32_t (&words)[4], const bf16* po
         "{\n"
         ".reg .pred p;\n"
         "setp.ne.b32 p, %5, 0;\n"
-        "@p ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+        "@p ld.relaxed.gpu.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];\n"
         "}"
         : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3])
         : "l"(pointer), "r"(int(is_inside))
@@ -110,19 +111,30 @@ struct Quantised {
         }
     }
 
-    // To the row `values`, and to a column of scales for each group, `stride` from one to the next.
-    __device__ __forceinline__ void store(byte* values, float* scales, long long stride,
-                                          int columns, const Place& place) const {
+    __device__ __forceinline__ void store_values(byte* values, int columns,
+                                                 const Place& place) const {
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
             const int column = place.column(v);
             if (column < columns) store_bytes(values + column, words[v][0], words[v][1]);
         }
+    }
+
+    // Each group's is `stride` from the one before.
+    __device__ __forceinline__ void store_scales(float* scales, long long stride, int columns,
+                                                 const Place& place) const {
 #pragma unroll
         for (int i = 0; i < HELD; ++i) {
             const int v = i * LANES + place.lane % LANES;
             const int group = place.chunk(v) * (32 / LANES) + place.lane / LANES;
             if (v < VECTORS && group * WIDTH < columns) scales[group * stride] = scale[i];
         }
+    }
+
+    // To the row `values`, and to a column of scales for each group.
+    __device__ __forceinline__ void store(byte* values, float* scales, long long stride,
+                                          int columns, const Place& place) const {
+        store_values(values, columns, place);
+        store_scales(scales, stride, columns, place);
     }
 };

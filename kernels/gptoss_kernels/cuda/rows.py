@@ -17,10 +17,11 @@ MAXIMUM_COLUMNS = 8192
 
 _CHUNK = 256  # columns that one access of a warp covers
 _MAXIMUM_WARPS = 16
-# Up to so many rows, of which each has a block, all multiprocessors are not busy: a warp takes as
-# few columns as it can. Beyond, several accesses of one warp under way at once are cheaper than
-# several warps. Between sizes that were timed on an H200 (see docs/LOG.md).
-_FEW_ROWS, _MANY_ROWS = 256, 2048
+# Up to so many rows, for which all have a block at once, a warp takes as few columns as it can.
+# Beyond, two accesses of one warp under way at once are cheaper than two warps, and more of them no
+# better: of the sizes timed on an H200 the last of the one kind and the first of the other are 512
+# and 2048 (see docs/LOG.md).
+_FEW_ROWS = 512
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,7 @@ class RowLayout:
 
 def choose_layout(num_rows: int, columns: int) -> RowLayout:
     """For kernels that hold a row in registers."""
-    if num_rows <= _FEW_ROWS:
-        return RowLayout.of(columns, vectors=1)
-    if num_rows <= _MANY_ROWS:
-        return RowLayout.of(columns, vectors=4, threads=128)
-    return RowLayout.of(columns, vectors=16, threads=128)
+    return RowLayout.of(columns, vectors=1 if num_rows <= _FEW_ROWS else 2)
 
 
 def check_layout(layout: RowLayout, columns: int) -> None:

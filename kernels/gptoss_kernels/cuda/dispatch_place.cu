@@ -1,7 +1,6 @@
-// Many tokens, after dispatch_count: a block has a range of tokens, and each of its warps a part of
-// that, a token at a time. Where a warp's rows of an expert begin is known before it moves any.
-
-constexpr int AT_ONCE = 32 / CHOSEN;  // tokens whose choices fit the lanes
+// After dispatch_count: the row of each choice, and the token of each row. A block has the choices
+// that it counted, and each of its warps a part of those. Where a warp's rows of an expert begin is
+// known before it places any.
 
 // The rows of all experts before, of this one in blocks before, and of this one in warps before:
 // next[w][e] for this block's warps.
@@ -13,11 +12,10 @@ __device__ __forceinline__ void find_rows(const Arguments& arguments, int (&next
         for (int w = 0; w < ROWS; ++w) next[w][e] = 0;
     }
     __syncthreads();
-    for (int i = first * CHOSEN + place.lane; i < end * CHOSEN; i += 32)
+    for (int i = first + place.lane; i < end; i += 32)
         atomicAdd(&next[place.row][expert_of(arguments, i)], 1);
 
     wait_for_previous_kernels();
-    allow_next_kernel();
     // Four experts a thread, in every n-th block.
     constexpr int QUADS = BUCKETS / 4, STEP = THREADS / QUADS;
     static_assert(STEP > 0);
@@ -54,41 +52,32 @@ __device__ __forceinline__ void find_rows(const Arguments& arguments, int (&next
     __syncthreads();
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    dispatch_many(const __grid_constant__ Arguments arguments) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    dispatch_place(const __grid_constant__ Arguments arguments) {
     static_assert(WARPS == 1);
     __shared__ int next[ROWS][BUCKETS];
+    allow_next_kernel();
     const Place place;
-    const int begin = first_token(arguments.num_tokens, blockIdx.x, gridDim.x);
-    const int count = first_token(arguments.num_tokens, blockIdx.x + 1, gridDim.x) - begin;
-    int token = begin + first_token(count, place.row, ROWS);
-    const int end = begin + first_token(count, place.row + 1, ROWS);
-    find_rows(arguments, next, token, end, place);
+    const int num_choices = arguments.num_tokens * CHOSEN;
+    const int begin = first_choice(num_choices, blockIdx.x, gridDim.x);
+    const int count = first_choice(num_choices, blockIdx.x + 1, gridDim.x) - begin;
+    const int first = begin + first_choice(count, place.row, ROWS);
+    const int end = begin + first_choice(count, place.row + 1, ROWS);
+    find_rows(arguments, next, first, end, place);
 
     const uint32_t lanes_before = (1u << place.lane) - 1;
-    while (token < end) {
-        const int tokens = min(AT_ONCE, end - token);
-        const bool has_choice = place.lane < tokens * CHOSEN;
-        const int choice = token * CHOSEN + place.lane;
-        const int expert = has_choice ? expert_of(arguments, choice) : -1;
+    for (int choice = first + place.lane; choice - place.lane < end; choice += 32) {
+        const int expert = choice < end ? expert_of(arguments, choice) : -1;
         const uint32_t same = __match_any_sync(ALL_LANES, expert);
         const int rank = __popc(same & lanes_before);
         int row = 0;
-        if (has_choice) {
+        if (choice < end) {
             row = next[place.row][expert] + rank;
             arguments.rows[choice] = row;
+            arguments.source[row] = choice / CHOSEN;
         }
         __syncwarp();
-        if (has_choice && rank == 0) next[place.row][expert] = row + __popc(same);
+        if (choice < end && rank == 0) next[place.row][expert] = row + __popc(same);
         __syncwarp();
-        for (int i = 0; i < tokens; ++i, ++token) {
-            Row x;
-            x.load(arguments.x + token * arguments.x_stride, arguments.columns, place);
-            const Quantised<128> quantised(x, place);
-#pragma unroll
-            for (int k = 0; k < CHOSEN; ++k)
-                store_token(quantised, arguments,
-                            __shfl_sync(ALL_LANES, row, i * CHOSEN + k), place);
-        }
     }
 }

@@ -1,0 +1,25 @@
+// Each token's values, in the order of the tokens, so that rows of one expert are written together.
+// Its scales go to `token_scale`: 4 bytes to each row's column would be a part of a sector each.
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    dispatch_move(const __grid_constant__ Arguments arguments) {
+    const Place place;
+    const int columns = arguments.columns;
+    const long long token = blockIdx.x * (long long)ROWS + place.row;
+    allow_next_kernel();
+    // Before the wait: x is older than dispatch_count.
+    Row x;
+    x.load(arguments.x + token * arguments.x_stride, token < arguments.num_tokens ? columns : 0,
+           place);
+    const Quantised<128> quantised(x, place);
+    wait_for_previous_kernels();
+    if (token >= arguments.num_tokens) return;
+    int rows[CHOSEN];
+#pragma unroll
+    for (int k = 0; k < CHOSEN; ++k) rows[k] = arguments.rows[token * CHOSEN + k];
+#pragma unroll
+    for (int k = 0; k < CHOSEN; ++k)
+        quantised.store_values(arguments.values + rows[k] * arguments.values_stride, columns,
+                               place);
+    quantised.store_scales(arguments.token_scale + token * SCALES, 1, columns, place);
+}
