@@ -4,9 +4,9 @@
     python tests/bench/bench_gemm.py dense activations
 
 Ours add the bias, and between the experts' products SwiGLU and its quantisation; Humming adds the
-bias, DeepGEMM neither. Humming wants K in blocks of 128 and so multiplies 2944 columns for 2880;
-its N is filled up to the fastest of the multiples of 64, 128 and 256. cuBLASLt by row scales by row
-instead of by 128 x 128, which is less work: a ceiling, not a peer.
+bias, DeepGEMM neither. Humming wants whole blocks of 128 x 128, so its weights are filled up with
+zeros, 2944 columns for 2880, and its N to the faster of the multiples of 128 and 256. cuBLASLt by
+row scales by row instead of by 128 x 128, which is less work: a ceiling, not a peer.
 
 Inputs are as a served model has them (served.py), weights and inputs rotate through more memory
 than the L2 cache holds, times are medians of CUDA graph replays in two regimes (measuring.py): "ms"

@@ -18,9 +18,9 @@ HUMMING_TENSORS = ("weight", "weight_scale", "weight_scale_2", "bias")
 class HummingProduct:
     """x @ weight^T + bias by Humming; grouped rows lie as ours do, by their offsets.
 
-    Blocks want K in multiples of 128, so that the weights are filled up with zeros: 2880 becomes
-    2944, 2.2 % more bytes. N is `n` and `pad_n` rows more; the tile that the library chooses by it
-    has 64, 128 or 256 columns.
+    Blocks want K and N in multiples of 128, so that the weights are filled up with zeros: K = 2880
+    becomes 2944, 2.2 % more bytes. `pad_n` rows more of N: the tile that the library chooses has
+    256 columns where they divide N, and 128 else.
     """
 
     def __init__(
@@ -107,8 +107,8 @@ class HummingProduct:
 
 
 def paddings(n: int) -> list[int]:
-    """Rows that make N a multiple of 64, 128 and 256, each once."""
-    return sorted({-n % multiple for multiple in (64, 128, 256)})
+    """Rows that make N a multiple of 128 and 256, each once."""
+    return sorted({-n % multiple for multiple in (BLOCK, 2 * BLOCK)})
 
 
 def compile_all(products: Iterable[HummingProduct], rows: Iterable[int]) -> None:
