@@ -16,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from measuring import PEAK_FLOPS
+from measuring import PEAK_BYTES, PEAK_FLOPS
 
 RESULTS = Path(__file__).parent / "results"
 ACTIVATIONS = ("quantise", "rms_norm_fp8", "dispatch_fp8", "combine")
@@ -89,17 +89,24 @@ def microseconds(ms: float) -> str:
 
 
 def row(line: dict[str, Any]) -> str:
-    rate = f"{line['tflops']:.0f} TFLOP/s" if "tflops" in line else f"{line['tb_per_s']:.2f} TB/s"
     return cells(
         operator(line),
         bound_by(line),
         line["tokens"],
         microseconds(line["ms"]),
         microseconds(line["sustained_ms"]) if "sustained_ms" in line else "",
-        rate,
+        rate(line),
         f"{line['floor_ms'] / line['ms']:.0%}",
         best_text(line),
     )
+
+
+def rate(line: dict[str, Any]) -> str:
+    """Of what bounds it. A product's bytes are those of its floor."""
+    if bound_by(line) != "memory":
+        return f"{line['tflops']:.0f} TFLOP/s"
+    moved = line.get("tb_per_s", line["floor_ms"] / line["ms"] * PEAK_BYTES / 1e12)
+    return f"{moved:.2f} TB/s"
 
 
 def others_row(line: dict[str, Any]) -> str:

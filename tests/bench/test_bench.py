@@ -52,6 +52,7 @@ def test_times_become_lines_and_lines_a_table(modules, monkeypatch, tmp_path, ca
             swiglu_group=128,
             weight_values="mxfp4",
         ),
+        line("linear", grouped, n=5120, k=2880, tokens=8, floor_ms=0.4, tflops=34.0),
         line("quantise", {"ours": timing(0.01)}, tokens=8, floor_ms=0.008, tb_per_s=3.4),
     ]
     path = tmp_path / "lines.jsonl"
@@ -62,14 +63,17 @@ def test_times_become_lines_and_lines_a_table(modules, monkeypatch, tmp_path, ca
         "| operator | bound by | tokens | burst, us | sustained, us | rate | share of floor "
         "| best peer, us |",
         "|-|-|-|-|-|-|-|-|",
+        "| `linear_fp8`, N = 5120, K = 2880 | memory | 8 | 800.0 | 1000.0 | 2.25 TB/s | 50% "
+        "| Humming: 850.0, sustained DeepGEMM contiguous 128 (no bias): 1050.0 |",
         "| both grouped products, 120b | tensor cores | 2048 | 800.0 | 1000.0 | 715 TFLOP/s | 50% "
         "| Humming: 850.0, sustained DeepGEMM contiguous 128 (no bias): 1050.0 |",
         "| `quantise` | memory | 8 | 10.0 |  | 3.40 TB/s | 80% |  |",
         "",
-        "Measured: 2026-11-30, abc1234, NVIDIA H200 (2 rows)",
+        "Measured: 2026-11-30, abc1234, NVIDIA H200 (3 rows)",
         "",
         "| operator | tokens | CUDA C++, us | Triton-lang | deepgemm operators |",
         "|-|-|-|-|-|",
+        "| `linear_fp8`, N = 5120, K = 2880 | 8 | 800.0 | 1500.0 |  |",
         "| both grouped products, 120b | 2048 | 800.0 | 1500.0 |  |",
     ]
 
