@@ -1,16 +1,17 @@
 """The operators in Triton-lang: interpreted on the CPU, compiled without a GPU, and run on one.
 
 The same checks run under the interpreter, in a process of its own (its switch is read at import),
-and on a GPU. The interpreter's conversions truncate and lose carries, so there they are replaced by
-torch's; what is left to find are wrong indices and wrong formulas.
+and on a GPU with more sizes and tiles. The interpreter's conversions truncate and lose carries, so
+there they are replaced by torch's; what is left to find are wrong indices and wrong formulas.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, pairwise
 
 import numpy as np
 import pytest
@@ -48,20 +49,48 @@ ONE_STEP_SHARE = 2e-2
 SWIGLU = {"alpha": 1.702, "limit": 7.0}
 EPS = 1e-5
 
-# Rows of each expert: none at all places, edges of a tile of 16 and 64, all on one, as many experts
-# as bands have tiles.
-ROWS = [(0, 0, 3, 0), (16, 0, 1, 15, 17, 0), (0, 0, 0, 70, 0), (2,) * 20]
-# N (of the second product) or inner size, and K: ragged everywhere, half a block.
-SHAPES = [(176, 272)]
-TILES = [Tile(16, 64, 3, weight_first=True), Tile(64, 128, 3)]
-SWIGLU_TILES = [Tile(16, 128, 3, weight_first=True), Tile(64, 128, 2)]
+# Rows of each expert, and N (of the second product) or inner size, and K. Less than one tile;
+# edges of a tile of 16 rows, all sizes ragged; one expert with all rows.
+CASES = [
+    ((0, 0, 3, 0), (16, 144)),
+    ((16, 0, 1, 15, 17, 0), (176, 272)),
+    ((0, 0, 0, 70, 0), (176, 272)),
+]
+DENSE_CASES = [(0, (176, 272)), (1, (16, 144)), (17, (176, 272)), (65, (176, 272))]
+# Columns of x that share a scale in linear_fp8, or of the output in SwiGLU; a tile; how it comes.
+WAYS = [
+    (64, Tile(16, 64, 3, weight_first=True), "pointers"),
+    (128, Tile(64, 128, 3), "descriptors"),
+]
+SWIGLU_WAYS = [
+    (64, Tile(16, 128, 3, weight_first=True), "pointers"),
+    (128, Tile(64, 128, 2), "descriptors"),
+]
 # Experts, top, tokens: none, one, all in one block of choices, several blocks.
 ROUTINGS = [(9, 4, 0), (9, 4, 1), (128, 3, 7), (16, 8, 65)]
 if not INTERPRETED:  # which takes a second for what a GPU does at once
-    ROWS += [(1,), (0, 257, 255, 256, 129, 0, 0, 127, 320, 513), tuple(range(0, 330, 11))]
-    SHAPES += [(16, 144), (320, 2880)]
-    TILES += [Tile(16, 32, 4), Tile(128, 128, 3, 8), Tile(32, 128, 4, weight_first=True)]
-    SWIGLU_TILES += [Tile(32, 128, 4, weight_first=True), Tile(128, 128, 3, 8)]
+    # More experts than a band has tiles, the served K and edges of tiles of 64 and 128 rows: every
+    # slot of the ring is used again.
+    CASES += [
+        ((2,) * 70, (176, 272)),
+        ((0, 257, 255, 256, 129, 0, 0, 127, 320, 513), (320, 2880)),
+    ]
+    DENSE_CASES += [(300, (320, 2880))]
+    # What is chosen on Hopper, and what other GPUs get.
+    WAYS += [
+        (128, Tile(16, 64, 6, weight_first=True), "descriptors"),
+        (64, Tile(32, 64, 6, weight_first=True), "descriptors"),
+        (128, Tile(32, 64, 3, weight_first=True), "pointers"),
+        (128, Tile(64, 64, 4), "descriptors"),
+        (64, Tile(64, 128, 3), "pointers"),
+    ]
+    SWIGLU_WAYS += [
+        (128, Tile(16, 128, 6, weight_first=True), "descriptors"),
+        (128, Tile(32, 128, 3, weight_first=True), "descriptors"),
+        (64, Tile(64, 128, 3), "descriptors"),
+        (128, Tile(64, 128, 4, warps=8), "descriptors"),
+        (128, Tile(64, 128, 2, warps=8), "pointers"),
+    ]
     ROUTINGS += [(32, 1, 700), (128, 4, 5000), (512, 8, 1000)]
 
 # NumPy, in which the interpreter computes, remarks on what is not finite or overflows, and on how
@@ -71,21 +100,16 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
 ]
 
-
-def ways(tiles: list[Tile]) -> pytest.MarkDecorator:
-    """Groups, tiles and how they are loaded: all together, or each once where it is slow."""
-    few, many = tiles[:2]
-    some = [(64, few, "pointers"), (128, many, "descriptors"), (64, many, "pointers")]
-    every = [*product((64, 128), tiles, ("pointers", "descriptors"))]
-    chosen = some if INTERPRETED else every
-    return pytest.mark.parametrize(("group", "tile", "loads"), chosen, indirect=["loads"], ids=str)
-
-
 # Deselected without a GPU, but for the process that interprets.
 runs = (lambda test: test) if INTERPRETED else pytest.mark.gpu
 groups = pytest.mark.parametrize("group", [64, 128])
-tiles = pytest.mark.parametrize("tile", TILES, ids=str)
-swiglu_tiles = pytest.mark.parametrize("tile", SWIGLU_TILES, ids=str)
+cases = pytest.mark.parametrize(("rows", "shape"), CASES, ids=lambda case: str(case)[:40])
+_ways = functools.partial(
+    pytest.mark.parametrize, ("group", "tile", "loads"), indirect=["loads"], ids=str
+)
+ways, swiglu_ways = _ways(WAYS), _ways(SWIGLU_WAYS)
+tiles = pytest.mark.parametrize("tile", [tile for _, tile, _ in WAYS[:2]], ids=str)
+swiglu_tiles = pytest.mark.parametrize("tile", [tile for _, tile, _ in SWIGLU_WAYS[:2]], ids=str)
 
 
 @pytest.fixture(autouse=True)
@@ -222,8 +246,7 @@ def check_swiglu(out: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], gr
 
 @runs
 @groups
-@pytest.mark.parametrize("columns", [16, 128, 144, 2880])
-@pytest.mark.parametrize("rows", [0, 1, 5])
+@pytest.mark.parametrize(("rows", "columns"), [(0, 144), (1, 16), (1, 2880), (5, 128), (5, 144)])
 def test_quantise_is_the_reference(rows: int, columns: int, group: int) -> None:
     torch.manual_seed(rows + columns)
     x = (normal(rows, columns) * normal(rows, columns).exp()).bfloat16()
@@ -314,8 +337,9 @@ def test_a_choice_of_no_expert_lies_behind_all(few: bool) -> None:
 
 
 @runs
-@pytest.mark.parametrize("columns", [16, 1040, 2880])
-@pytest.mark.parametrize(("tokens", "top"), [(0, 4), (1, 1), (9, 4)])
+@pytest.mark.parametrize(
+    ("tokens", "top", "columns"), [(0, 4, 16), (1, 1, 1040), (9, 4, 16), (9, 4, 2880)]
+)
 def test_combine_is_the_reference(tokens: int, top: int, columns: int) -> None:
     torch.manual_seed(tokens + columns)
     outputs = normal(tokens * top, columns).bfloat16()
@@ -336,9 +360,8 @@ def test_combine_is_the_reference(tokens: int, top: int, columns: int) -> None:
 
 
 @runs
-@ways(TILES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("tokens", [0, 1, 17, 65])
+@ways
+@pytest.mark.parametrize(("tokens", "shape"), DENSE_CASES, ids=str)
 def test_linear_error_is_that_of_rounding(
     tokens: int, shape: tuple[int, int], group: int, tile: Tile, loads: None
 ) -> None:
@@ -363,9 +386,8 @@ def test_linear_error_is_that_of_rounding(
 
 
 @runs
-@ways(TILES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("rows", ROWS, ids=str)
+@ways
+@cases
 def test_grouped_linear_error_is_that_of_rounding(
     rows: tuple[int, ...], shape: tuple[int, int], group: int, tile: Tile, loads: None
 ) -> None:
@@ -427,9 +449,8 @@ def test_no_rows_at_all() -> None:
 
 
 @runs
-@ways(SWIGLU_TILES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("rows", ROWS, ids=str)
+@swiglu_ways
+@cases
 def test_swiglu_values_and_scales(
     rows: tuple[int, ...], shape: tuple[int, int], group: int, tile: Tile, loads: None
 ) -> None:
@@ -646,31 +667,43 @@ def test_stages_fit_the_device() -> None:
     assert gemm_fp8.fitted(Tile(64, 128, 9), x, 128, halves=2).stages == 2
 
 
-@pytest.mark.parametrize("rows", ROWS, ids=str)
+@pytest.mark.parametrize("rows", [rows for rows, _ in CASES], ids=lambda rows: str(rows)[:40])
 def test_the_grid_has_room_for_every_routing(rows: tuple[int, ...]) -> None:
     needed = sum(-(-count // 16) for count in rows)
     assert num_row_tiles(sum(rows), len(rows), 16) >= needed
     assert num_row_tiles(5, 9, 16) == 5  # an expert each: no more than that
 
 
-def compile_all(capability: int) -> list[Compiled]:
-    """Every operator at the served shapes and at every size that chooses another tile."""
-    with compiling_for(capability) as compiled:
-        for rows in (8, 2048, 16_384):
-            x, x_scale = torch.empty(rows, 2880).to(E4M3), empty_scale(rows, 2880, "cpu")
-            for n, operator in (
-                (5760, lambda *inputs: grouped_swiglu_fp8(*inputs, **SWIGLU)),
-                (2880, grouped_linear_fp8),
-            ):
-                # One expert's memory for all of them.
-                weight = torch.empty(128, n, 2880, dtype=E4M3)
-                weight_scale, bias = torch.empty(128, -(-n // 128), 23), torch.empty(128, n)
-                start = torch.zeros(129, dtype=torch.int32)
-                operator(x, x_scale, start, weight, weight_scale, bias)
-        for rows in (8, 32, 64, 512):
-            x, x_scale = torch.empty(rows, 2880).to(E4M3), empty_scale(rows, 2880, "cpu")
-            weight, weight_scale = torch.empty(5120, 2880, dtype=E4M3), torch.empty(40, 23)
-            linear_fp8(x, x_scale, weight, weight_scale, torch.empty(5120))
+def compile_products(swiglu_rows: list[int], linear_rows: list[int], dense_rows: list[int]) -> None:
+    """At the served shapes, for so many rows each."""
+    for n, sizes in ((5760, swiglu_rows), (2880, linear_rows)):
+        weight = torch.empty(128, n, 2880, dtype=E4M3)  # never touched, so it has no memory
+        weight_scale, bias = torch.empty(128, -(-n // 128), 23), torch.empty(128, n)
+        start = torch.zeros(129, dtype=torch.int32)
+        for rows in sizes:
+            x, x_scale = torch.empty(rows, 2880, dtype=E4M3), empty_scale(rows, 2880, "cpu")
+            inputs = [x, x_scale, start, weight, weight_scale, bias]
+            grouped_linear_fp8(*inputs) if n == 2880 else grouped_swiglu_fp8(*inputs, **SWIGLU)
+    for rows in dense_rows:
+        x, x_scale = torch.empty(rows, 2880, dtype=E4M3), empty_scale(rows, 2880, "cpu")
+        weight, weight_scale = torch.empty(5120, 2880, dtype=E4M3), torch.empty(40, 23)
+        linear_fp8(x, x_scale, weight, weight_scale, torch.empty(5120))
+
+
+def check_fits(kernel: Compiled, shared_bytes: int) -> None:
+    assert (kernel.stack_bytes, kernel.local_bytes) == (0, 0), kernel.name
+    assert kernel.shared_bytes <= shared_bytes, kernel.name
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter replaces the compiler")
+def test_all_compile_for_hopper_without_spills(
+    tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every operator with every tile it chooses, but for fewer stages of the same."""
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+    with compiling_for(90) as products:
+        compile_products([512, 2048, 16_384, 16_385], [512, 2048, 16_384], [8, 32, 64, 512])
+    with compiling_for(90) as others:
         hidden = torch.empty(8, 2880, dtype=torch.bfloat16)
         quantise(hidden)
         rms_norm_fp8(hidden, torch.empty(2880), EPS, hidden)
@@ -678,36 +711,26 @@ def compile_all(capability: int) -> list[Compiled]:
         for few in (True, False):
             rows = dispatch_fp8(hidden, chosen, 128, few=few).rows
         combine(hidden, rows, torch.empty(8, 4, dtype=torch.bfloat16))
-    return compiled
-
-
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter replaces the compiler")
-def test_all_compile_for_hopper_without_spills(
-    tmp_path: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
-    compiled = compile_all(90)
-    assert len(compiled) == 16
-    for kernel in compiled:
-        assert (kernel.stack_bytes, kernel.local_bytes) == (0, 0), kernel.name
-        assert kernel.shared_bytes <= 232_448, kernel.name
-    products = [
-        kernel for kernel in compiled if kernel.name.endswith(("linear_tile", "swiglu_tile"))
-    ]
-    assert len(products) == 10
+    assert (len(products), len(others)) == (11, 6)
+    for kernel in (*products, *others):
+        check_fits(kernel, 232_448)
     for kernel in products:
         assert "wgmma.mma_async" in kernel.ptx
         assert "cp.async.bulk.tensor" in kernel.ptx
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter replaces the compiler")
-def test_all_compile_for_ada(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_tiles_compile_for_ada(
+    tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
-    for kernel in compile_all(89):
-        assert kernel.shared_bytes <= 101_376, kernel.name
-        if kernel.name.endswith(("linear_tile", "swiglu_tile")):
-            assert "e4m3.e4m3.f32" in kernel.ptx  # multiplied as they are
-            assert "cp.async.bulk" not in kernel.ptx
+    with compiling_for(89) as products:
+        compile_products([16_385], [16_384], [512])
+    assert len(products) == 3
+    for kernel in products:
+        check_fits(kernel, 101_376)
+        assert "e4m3.e4m3.f32" in kernel.ptx  # multiplied as they are
+        assert "cp.async.bulk" not in kernel.ptx
 
 
 @pytest.mark.skipif(INTERPRETED, reason="would start itself")

@@ -67,7 +67,7 @@ def dispatch_fp8(
         few = num_choices <= _FEW_CHOICES
     sizes = {
         "NUM_EXPERTS": num_experts,
-        "LANES": triton.next_power_of_2(num_experts + 1),
+        "LANES": device.lanes_for(num_experts + 1),
         "AT_ONCE": _CHOICES_AT_ONCE,
     }
     with device.current(x):
@@ -86,7 +86,7 @@ def dispatch_fp8(
             CHOSEN=num_chosen,
             COLUMNS=columns,
             GROUP=BLOCK,
-            GROUPS=triton.next_power_of_2(-(-columns // BLOCK)),
+            GROUPS=device.lanes_for(-(-columns // BLOCK)),
         )
     return out
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 # Kernels are typed by what they are compiled for, not by their annotations.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+import functools
 from typing import NamedTuple
 
 import triton
@@ -19,7 +20,6 @@ from gptoss_kernels.fp8 import BLOCK
 from gptoss_kernels.triton_lang import device
 
 _BYTES_BESIDE_SLOTS = 6144  # scales on their way, barriers
-_BLOCK = tl.constexpr(BLOCK)
 
 
 class Tile(NamedTuple):
@@ -39,10 +39,14 @@ class Tile(NamedTuple):
 
 def fitted(tile: Tile, x: Tensor, depth: int, halves: int = 1) -> Tile:
     """`tile` with as many stages as fit the device of `x`, for boxes of `depth` along K."""
+    return _fitted(tile, device.shared_bytes(x), (tile.rows + halves * tile.columns) * depth)
+
+
+@functools.cache
+def _fitted(tile: Tile, shared_bytes: int, slot_bytes: int) -> Tile:
     if BLOCK % tile.columns:
         raise ValueError(f"a tile's columns must divide {BLOCK}, got {tile}")
-    slot = (tile.rows + halves * tile.columns) * depth
-    room = (device.shared_bytes(x) - _BYTES_BESIDE_SLOTS) // slot
+    room = (shared_bytes - _BYTES_BESIDE_SLOTS) // slot_bytes
     return tile._replace(stages=max(1, min(tile.stages, room)))
 
 
@@ -137,7 +141,7 @@ def add_product(
         depth = group * DEPTH
         x_box = load_box(x, row, last_row, x_pitch, depth, ROWS, K, DEPTH)
         scale = tl.load(x_scale + group * scale_pitch + rows)
-        block = weight_scale + depth // _BLOCK
+        block = weight_scale + depth // 128
         weight_box = load_box(
             weight, weight_row, last_weight_row, weight_pitch, depth, COLUMNS, K, DEPTH
         )

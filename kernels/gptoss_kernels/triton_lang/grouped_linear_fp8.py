@@ -66,7 +66,7 @@ def grouped_linear_fp8(
                 N=n,
                 K=k,
                 NUM_EXPERTS=num_experts,
-                LANES=triton.next_power_of_2(num_experts),
+                LANES=device.lanes_for(num_experts),
                 DEPTH=group,
                 ROWS=tile.rows,
                 COLUMNS=tile.columns,
@@ -79,10 +79,11 @@ def grouped_linear_fp8(
 
 def choose_tile(rows: int, num_experts: int) -> Tile:
     """By the mean number of rows an expert: how they lie is known on the device alone."""
+    # The fastest, or within 2 %, on one H200 on 2026-11-30, as in grouped_swiglu_fp8.py.
     if rows <= 8 * num_experts:
         return Tile(16, 64, 6, weight_first=True)
     if rows <= 24 * num_experts:
-        return Tile(32, 128, 4, weight_first=True)
+        return Tile(32, 64, 6, weight_first=True)
     return Tile(64, 128, 3)
 
 

@@ -69,7 +69,9 @@ def grouped_swiglu_fp8(
         out = empty_quantised(rows, inner, x.device, group)
     check_quantised(out, (rows, inner), x, group)
     device.check_device(x)
-    tile = fitted(tile or choose_tile(rows, num_experts, group), x, BLOCK, group // 64)
+    if tile is None:
+        tile = choose_tile(rows, num_experts, group, device.has_copy_engine(x))
+    tile = fitted(tile, x, BLOCK, group // 64)
     if tile.columns != BLOCK:
         raise ValueError(f"the tile must have {BLOCK} columns, got {tile}")
     if rows:
@@ -85,7 +87,7 @@ def grouped_swiglu_fp8(
                 N=n,
                 K=k,
                 NUM_EXPERTS=num_experts,
-                LANES=triton.next_power_of_2(num_experts),
+                LANES=device.lanes_for(num_experts),
                 HALVES=group // 64,
                 ROWS=tile.rows,
                 STAGES=tile.stages,
@@ -95,13 +97,22 @@ def grouped_swiglu_fp8(
     return out
 
 
-def choose_tile(rows: int, num_experts: int, group: int) -> Tile:
+def choose_tile(rows: int, num_experts: int, group: int, has_copy_engine: bool) -> Tile:
     """By the mean number of rows an expert: how they lie is known on the device alone."""
+    # The fastest, or within 2 %, on one H200 on 2026-11-30 (128 experts; 1, 8, 32, 128, 512, 2048,
+    # 8192 and 32,768 tokens, 4 experts each); the limits lie between those sizes.
+    if rows <= num_experts / 2:
+        return Tile(16, BLOCK, 3, weight_first=True)
     if rows <= 8 * num_experts:
-        return Tile(16, BLOCK, 5, weight_first=True)
+        return Tile(16, BLOCK, 6, weight_first=True)
     if rows <= 24 * num_experts:
-        return Tile(32, BLOCK, 4, weight_first=True)
-    return Tile(64, BLOCK, 3 if group == 64 else 2)
+        return Tile(32, BLOCK, 3, weight_first=True)
+    if group == 64:
+        return Tile(64, BLOCK, 3)
+    # Without a copy engine there is no wgmma either: four warps would have too few registers.
+    if rows <= 128 * num_experts or not has_copy_engine:
+        return Tile(64, BLOCK, 4, warps=8)
+    return Tile(64, BLOCK, 2)
 
 
 @triton.jit

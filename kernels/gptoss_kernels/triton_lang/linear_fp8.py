@@ -50,8 +50,7 @@ def linear_fp8(
     """
     m, n, k = contracts.sizes(x, weight, 2)
     group = x_group(x, x_scale)
-    given_bias = bias if bias is not None else weight_scale.new_empty(n)
-    contracts.check_inputs(x, x_scale, weight, weight_scale, given_bias, x_group=group)
+    contracts.check_inputs(x, x_scale, weight, weight_scale, bias, x_group=group)
     if residual is not None:
         contracts.check_output("residual", residual, torch.bfloat16, (m, n), x)
     if out is None:
@@ -89,6 +88,8 @@ def x_group(x: Tensor, x_scale: Tensor) -> int:
 
 def choose_tile(m: int) -> Tile:
     """By shape alone: nothing is tried while serving."""
+    # The first and the last are the fastest for 8 and 8192 rows on one H200 on 2026-11-30; those
+    # between, and the limits, are not measured.
     if m <= 16:
         return Tile(16, 64, 6, weight_first=True)
     if m <= 32:

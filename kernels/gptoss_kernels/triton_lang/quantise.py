@@ -8,6 +8,7 @@ from __future__ import annotations
 
 # Kernels are typed by what they are compiled for, not by their annotations.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false
 import torch
 import triton
 import triton.language as tl
@@ -17,9 +18,6 @@ from gptoss_kernels import contracts
 from gptoss_kernels.contracts import empty_scale
 from gptoss_kernels.fp8 import BLOCK
 from gptoss_kernels.triton_lang import device
-
-_LEAST_AMAX = tl.constexpr(1e-10)
-_E4M3_MAX = tl.constexpr(448.0)
 
 
 def quantise(
@@ -48,7 +46,7 @@ def quantise(
                 *(x.stride(0), values.stride(0), scale.stride(1)),
                 COLUMNS=columns,
                 GROUP=group,
-                GROUPS=triton.next_power_of_2(groups),
+                GROUPS=device.lanes_for(groups),
             )
     return out
 
@@ -85,10 +83,11 @@ def largest_bits(y):
 @triton.jit
 def group_scale(bits):
     """What values are multiplied by, and the scale, of groups whose largest has these bits."""
+    E4M3_MAX: tl.constexpr = 448.0
     amax = bits.to(tl.float32, bitcast=True)
-    amax = tl.maximum(amax, _LEAST_AMAX, propagate_nan=tl.PropagateNan.ALL)
-    factor = tl.div_rn(tl.full(amax.shape, _E4M3_MAX, tl.float32), amax)
-    return factor, amax * (1 / _E4M3_MAX)
+    amax = tl.maximum(amax, 1e-10, propagate_nan=tl.PropagateNan.ALL)
+    factor = tl.div_rn(tl.full(amax.shape, E4M3_MAX, tl.float32), amax)
+    return factor, amax * (1 / E4M3_MAX)
 
 
 def empty_quantised(

@@ -62,7 +62,7 @@ def rms_norm_fp8(
                 *(values.stride(0), scale.stride(1)),
                 COLUMNS=columns,
                 GROUP=BLOCK,
-                GROUPS=triton.next_power_of_2(groups),
+                GROUPS=device.lanes_for(groups),
             )
     return out
 
