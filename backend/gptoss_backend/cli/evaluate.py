@@ -56,6 +56,12 @@ def evaluate(
     format_name: Annotated[str, typer.Option("--format", help="The chat format.")] = "harmony",
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda")] = "auto",
     dtype: Annotated[str, typer.Option(metavar="auto|float32|bfloat16")] = "auto",
+    gemm: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|cuda|triton|deepgemm|reference", help="Whose kernels multiply FP8."
+        ),
+    ] = "auto",
 ) -> None:
     """Compare two weight modes of a checkpoint: KL, perplexity, errors and experts by layer.
 
@@ -66,6 +72,7 @@ def evaluate(
     options = PassageOptions(text, tokens, random_tokens, seed, max_tokens, format_name)
     chats = _held_out_chats(tasks, has_tasks=model == "demo" and not random_weights)
     given = {"model": model, "random_weights": random_weights, "device": device, "dtype": dtype}
+    given["gemm"] = gemm
     # In a long run no problem is given up because others came before it.
     given["default_timeout_seconds"] = "1e9"
     configs: dict[WeightMode, EngineConfig] = {
@@ -75,12 +82,13 @@ def evaluate(
 
     from gptoss_engine.fidelity.comparison import compare
     from gptoss_engine.loading import check_mode
-    from gptoss_engine.runner import choose_device, choose_dtype, open_source
+    from gptoss_engine.runner import choose_device, choose_dtype, choose_gemm, open_source
     from gptoss_kernels import ops
 
     config = configs[modes[0]]
     place = choose_device(config)
     computed = choose_dtype(config, place)
+    kernels = choose_gemm(config, place, computed)
     source = open_source(config)
     for mode in modes:
         check_mode(source, mode)
@@ -91,7 +99,7 @@ def evaluate(
         against=modes[1],
         dtype=computed,
         device=place,
-        ops=ops.load(config.attention),
+        ops=ops.load(kernels),
     )
     title = f"{model_name(config)}: {weights} against {against}"
     line: dict[str, Any] = {
@@ -100,6 +108,7 @@ def evaluate(
         "weights": weights,
         "against": against,
         "dtype": str(computed).removeprefix("torch."),
+        "gemm": kernels,
         **fidelity.figures(),
     }
 
