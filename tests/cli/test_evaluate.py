@@ -104,6 +104,10 @@ def test_random_tokens_of_a_seed(tiny: Path):
         (("demo", "--against", "auto"), "against must be one of fp8, mxfp4, bf16, got 'auto'"),
         (("demo", "--device", "tpu"), "device must be one of auto, cpu, cuda, got 'tpu'"),
         (("demo", "--dtype", "int8"), "dtype must be one of auto, float32, bfloat16, got 'int8'"),
+        (
+            ("demo", "--gemm", "triton", "--device", "cpu"),
+            "gemm must be auto or reference on a cpu, got triton",
+        ),
         (("demo", "--tasks", "2000"), "tasks must be at most 1300, got 2000"),
         (("TINY", "--tasks", "1"), "tasks are the demo's own"),
         (("--random-weights", "tiny"), "for random tiny give --text FILE or"),
