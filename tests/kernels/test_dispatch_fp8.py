@@ -1,6 +1,6 @@
-"""dispatch_fp8 in CUDA C++ against the reference, bit for bit; bad input; the assembler."""
+"""dispatch_fp8 in CUDA C++ against the reference, bit for bit; bad input."""
 
-from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -8,10 +8,11 @@ from torch import Tensor
 
 from gptoss_kernels import reference
 from gptoss_kernels.contracts import Dispatched, empty_scale
-from gptoss_kernels.cuda.dispatch_fp8 import dispatch_fp8, specs
+from gptoss_kernels.cuda.dispatch_fp8 import MAXIMUM_CHOICES, choose_launches, dispatch_fp8
 from gptoss_kernels.cuda.rms_norm_fp8 import rms_norm
 
-WAYS = pytest.mark.parametrize("few", [True, False], ids=["few", "many"])
+Launches = Literal[1, 3, 4]
+LAUNCHES = pytest.mark.parametrize("launches", [1, 3, 4])
 MODELS = ((16, 4), (8, 2), (32, 4), (128, 4), (512, 8), (1, 1), (5, 3))  # experts, chosen
 TOKENS = (1, 2, 7, 9, 31, 33, 132, 133, 1025)
 
@@ -69,71 +70,73 @@ def test_the_expectation_is_the_reference() -> None:
 
 
 @pytest.mark.gpu
-@WAYS
+@LAUNCHES
 @pytest.mark.parametrize(("num_experts", "num_chosen"), MODELS)
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_every_bit_is_the_references(
-    tokens: int, num_experts: int, num_chosen: int, few: bool
+    tokens: int, num_experts: int, num_chosen: int, launches: Launches
 ) -> None:
     x, chosen = random_inputs(tokens, 320, num_experts, num_chosen, seed=tokens)
     out = poisoned(tokens, 320, num_experts, num_chosen)
-    assert is_right(dispatch_fp8(x, chosen, num_experts, out=out, few=few), x, chosen, num_experts)
+    assert is_right(
+        dispatch_fp8(x, chosen, num_experts, out=out, launches=launches), x, chosen, num_experts
+    )
 
 
 @pytest.mark.gpu
-@WAYS
+@LAUNCHES
 @pytest.mark.parametrize("columns", [16, 144, 1088, 2880, 4096, 8192])
-def test_every_width(columns: int, few: bool) -> None:
+def test_every_width(columns: int, launches: Launches) -> None:
     x, chosen = random_inputs(300, columns, 128, 4)
     out = poisoned(300, columns, 128, 4)
-    assert is_right(dispatch_fp8(x, chosen, 128, out=out, few=few), x, chosen, 128)
+    assert is_right(dispatch_fp8(x, chosen, 128, out=out, launches=launches), x, chosen, 128)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_experts", [32, 128])
-@pytest.mark.parametrize("tokens", [1, 8, 512, 1024, 1025, 8192])
+@pytest.mark.parametrize("tokens", [1, 8, 512, 768, 769, 2048, 8192, 8193, 32768])
 def test_as_served(tokens: int, num_experts: int) -> None:
     x, chosen = random_inputs(tokens, 2880, num_experts, 4)
     assert is_right(dispatch_fp8(x, chosen, num_experts), x, chosen, num_experts)
 
 
 @pytest.mark.gpu
-@WAYS
+@LAUNCHES
 @pytest.mark.parametrize("experts", [(0,), (127,), (3, 126)])
-def test_all_tokens_to_few_experts(experts: tuple[int, ...], few: bool) -> None:
+def test_all_tokens_to_few_experts(experts: tuple[int, ...], launches: Launches) -> None:
     x, _ = random_inputs(1000, 320, 128, 4)
     chosen = torch.tensor(experts, device="cuda").expand(1000, len(experts)).contiguous()
     out = poisoned(1000, 320, 128, len(experts))
-    assert is_right(dispatch_fp8(x, chosen, 128, out=out, few=few), x, chosen, 128)
+    assert is_right(dispatch_fp8(x, chosen, 128, out=out, launches=launches), x, chosen, 128)
 
 
 @pytest.mark.gpu
-@WAYS
-def test_one_expert_twice_for_a_token(few: bool) -> None:
+@LAUNCHES
+def test_one_expert_twice_for_a_token(launches: Launches) -> None:
     x, _ = random_inputs(777, 320, 128, 4)
     chosen = torch.randint(0, 5, (777, 4), device="cuda")
     out = poisoned(777, 320, 128, 4)
-    assert is_right(dispatch_fp8(x, chosen, 128, out=out, few=few), x, chosen, 128)
+    assert is_right(dispatch_fp8(x, chosen, 128, out=out, launches=launches), x, chosen, 128)
 
 
 @pytest.mark.gpu
-@WAYS
-def test_int32_choices(few: bool) -> None:
+@LAUNCHES
+def test_int32_choices(launches: Launches) -> None:
     x, chosen = random_inputs(200, 320, 32, 4)
     out = poisoned(200, 320, 32, 4)
     chosen = chosen.int()
-    assert is_right(dispatch_fp8(x, chosen, 32, out=out, few=few), x, chosen, 32)
+    assert is_right(dispatch_fp8(x, chosen, 32, out=out, launches=launches), x, chosen, 32)
 
 
 @pytest.mark.gpu
-@WAYS
+@LAUNCHES
 @pytest.mark.parametrize("chosen_type", [torch.int32, torch.int64])
-def test_what_is_no_expert_lies_behind_all(chosen_type: torch.dtype, few: bool) -> None:
+def test_what_is_no_expert_lies_behind_all(chosen_type: torch.dtype, launches: Launches) -> None:
     x, chosen = random_inputs(500, 320, 32, 4)
     chosen = chosen.to(chosen_type)
     chosen[7, 1], chosen[300, 0], chosen[301, 3] = -1, 32, torch.iinfo(chosen_type).max
     out = poisoned(500, 320, 32, 4)
-    dispatch_fp8(x, chosen, 32, out=out, few=few)
+    dispatch_fp8(x, chosen, 32, out=out, launches=launches)
     as_last = torch.where((chosen < 0) | (chosen > 32), 32, chosen)
     assert is_right(out, x, as_last, 32)
     assert int(out.expert_start[-1]) == 2000 - 3
@@ -157,8 +160,8 @@ def test_131072_tokens(num_chosen: int) -> None:
 
 
 @pytest.mark.gpu
-@WAYS
-def test_rows_apart_and_nothing_beside_them_is_written(few: bool) -> None:
+@LAUNCHES
+def test_rows_apart_and_nothing_beside_them_is_written(launches: Launches) -> None:
     x, chosen = random_inputs(67, 2880 + 64, 32, 4)
     x = x[:, :2880]
     around = torch.full((4 * 67 + 2, 2880 + 32), 7, device="cuda", dtype=torch.uint8)
@@ -170,7 +173,7 @@ def test_rows_apart_and_nothing_beside_them_is_written(few: bool) -> None:
         starts[4:-4],
         torch.empty(67, 4, device="cuda", dtype=torch.int32),
     )
-    assert is_right(dispatch_fp8(x, chosen, 32, out=out, few=few), x, chosen, 32)
+    assert is_right(dispatch_fp8(x, chosen, 32, out=out, launches=launches), x, chosen, 32)
     around[1:-1, 16 : 16 + 2880] = 7
     out.scale.fill_(7)
     out.expert_start.fill_(7)
@@ -200,16 +203,16 @@ def test_a_wrong_kernel_is_seen() -> None:
 
 
 @pytest.mark.gpu
-@WAYS
-def test_captured_graph_is_eager(few: bool) -> None:
+@LAUNCHES
+def test_captured_graph_is_eager(launches: Launches) -> None:
     x, chosen = random_inputs(1000, 2880, 128, 4, seed=1)
     other, other_chosen = random_inputs(1000, 2880, 128, 4, seed=2)
     out = poisoned(1000, 2880, 128, 4)
-    dispatch_fp8(x, chosen, 128, out=out, few=few)
+    dispatch_fp8(x, chosen, 128, out=out, launches=launches)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        dispatch_fp8(x, chosen, 128, out=out, few=few)
+        dispatch_fp8(x, chosen, 128, out=out, launches=launches)
     for _ in range(3):
         graph.replay()
     x.copy_(other)
@@ -219,8 +222,8 @@ def test_captured_graph_is_eager(few: bool) -> None:
 
 
 @pytest.mark.gpu
-@WAYS
-def test_reads_choices_after_the_kernel_before_it_wrote_them(few: bool) -> None:
+@LAUNCHES
+def test_reads_choices_after_the_kernel_before_it_wrote_them(launches: Launches) -> None:
     x, chosen = random_inputs(1000, 320, 128, 4)
     late_x, late = torch.zeros_like(x), torch.zeros_like(chosen)
     slow = torch.randn(4096, 4096, device="cuda")
@@ -230,12 +233,12 @@ def test_reads_choices_after_the_kernel_before_it_wrote_them(few: bool) -> None:
         slow = slow @ slow / 64
         late_x.copy_(x)
         late.copy_(chosen)
-        assert is_right(dispatch_fp8(late_x, late, 128, few=few), x, chosen, 128)
+        assert is_right(dispatch_fp8(late_x, late, 128, launches=launches), x, chosen, 128)
 
 
 @pytest.mark.gpu
-@WAYS
-def test_reads_tokens_of_a_kernel_that_lets_it_start_early(few: bool) -> None:
+@LAUNCHES
+def test_reads_tokens_of_a_kernel_that_lets_it_start_early(launches: Launches) -> None:
     # One call follows the other at once, at the same addresses but for what it writes.
     generator = torch.Generator(device="cuda").manual_seed(0)
     shape = (4096, 2880)
@@ -246,21 +249,21 @@ def test_reads_tokens_of_a_kernel_that_lets_it_start_early(few: bool) -> None:
     x = torch.empty(shape, device="cuda", dtype=torch.bfloat16)
     for hidden, chosen, out in zip(inputs, choices, outputs, strict=True):
         rms_norm(hidden, weight, 1e-5, out=x)
-        dispatch_fp8(x, chosen, 128, out=out, few=few)
+        dispatch_fp8(x, chosen, 128, out=out, launches=launches)
     for hidden, chosen, out in zip(inputs, choices, outputs, strict=True):
         assert is_right(out, rms_norm(hidden, weight, 1e-5), chosen, 128)
 
 
 @pytest.mark.gpu
-@WAYS
-def test_no_tokens(few: bool) -> None:
+@LAUNCHES
+def test_no_tokens(launches: Launches) -> None:
     x, chosen = random_inputs(0, 320, 16, 4)
-    out = dispatch_fp8(x, chosen, 16, out=poisoned(0, 320, 16, 4), few=few)
+    out = dispatch_fp8(x, chosen, 16, out=poisoned(0, 320, 16, 4), launches=launches)
     assert out.values.shape == (0, 320)
     assert out.expert_start.tolist() == [0] * 17
 
 
-@pytest.mark.parametrize("few", [True, False])
+@LAUNCHES
 @pytest.mark.parametrize(
     ("x", "chosen", "num_experts", "sentence"),
     [
@@ -274,9 +277,11 @@ def test_no_tokens(few: bool) -> None:
         (torch.zeros(4, 320).bfloat16(), (4, 2), 8, "x must be on a GPU, got cpu"),
     ],
 )
-def test_bad_input_is_refused(x, chosen, num_experts: int, sentence: str, few: bool) -> None:
+def test_bad_input_is_refused(
+    x, chosen, num_experts: int, sentence: str, launches: Launches
+) -> None:
     with pytest.raises(ValueError, match=sentence):
-        dispatch_fp8(x, torch.zeros(chosen, dtype=torch.int64), num_experts, few=few)
+        dispatch_fp8(x, torch.zeros(chosen, dtype=torch.int64), num_experts, launches=launches)
 
 
 def test_bad_choices_and_outputs_are_refused() -> None:
@@ -301,11 +306,19 @@ def test_bad_choices_and_outputs_are_refused() -> None:
             dispatch_fp8(x, chosen, 8, out=wrong)
 
 
-def test_served_kernels_compile_without_stack_or_spills(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("GPTOSS_CACHE", str(tmp_path))
-    for num_experts in (32, 128):
-        for name, spec in specs(2880, num_experts, 4).items():
-            cubin = spec.compile()
-            assert (cubin.stack_bytes, cubin.spill_bytes, cubin.warnings) == (0, 0, ()), name
+def test_as_many_launches_as_are_fastest() -> None:
+    choices = (0, 1, 3072, 3073, 32768, 32769, MAXIMUM_CHOICES)
+    assert [choose_launches(each) for each in choices] == [1, 1, 1, 3, 3, 4, 4]
+
+
+@pytest.mark.parametrize(("launches", "most"), [(1, 2**20), (3, 2**30), (4, 2**30), (None, 2**30)])
+def test_more_choices_than_are_counted_are_refused(launches: Launches | None, most: int) -> None:
+    def dispatch(num_tokens: int) -> None:
+        x = torch.empty(num_tokens, 16, dtype=torch.bfloat16, device="meta")
+        chosen = torch.empty(num_tokens, 8, dtype=torch.int32, device="meta")
+        dispatch_fp8(x, chosen, 32, launches=launches)
+
+    with pytest.raises(ValueError, match=f"{most}.*, got {most + 8}"):
+        dispatch(most // 8 + 1)
+    with pytest.raises(ValueError, match="x must be on a GPU, got meta"):
+        dispatch(most // 8)

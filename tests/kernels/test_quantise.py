@@ -1,6 +1,4 @@
-"""quantise in CUDA C++ against the reference, bit for bit; bad input; the assembler."""
-
-from pathlib import Path
+"""quantise in CUDA C++ against the reference, bit for bit; bad input."""
 
 import pytest
 import torch
@@ -8,7 +6,7 @@ from torch import Tensor
 
 from gptoss_kernels import reference
 from gptoss_kernels.contracts import empty_scale
-from gptoss_kernels.cuda.quantise import quantise, spec
+from gptoss_kernels.cuda.quantise import quantise
 from gptoss_kernels.cuda.rows import RowLayout, choose_layout
 
 GROUPS = pytest.mark.parametrize("group", [64, 128])
@@ -211,13 +209,3 @@ def test_chosen_layout_covers_a_row(rows: int, columns: int) -> None:
     layout = choose_layout(rows, columns)
     assert layout.vectors * layout.warps * 256 >= columns
     assert layout.threads <= 512
-
-
-def test_served_kernels_compile_without_stack_or_spills(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("GPTOSS_CACHE", str(tmp_path))
-    for columns in (2880, 4096):
-        for layout in {choose_layout(rows, columns) for rows in SERVED_TOKENS}:
-            cubin = spec(layout, 128).compile()
-            assert (cubin.stack_bytes, cubin.spill_bytes, cubin.warnings) == (0, 0, ()), layout

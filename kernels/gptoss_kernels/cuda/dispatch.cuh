@@ -1,4 +1,4 @@
-// Where tokens go: what dispatch_few.cu and, for many tokens, dispatch_count.cu, dispatch_place.cu,
+// Where tokens go: what dispatch_few.cu and, for more tokens, dispatch_count.cu, dispatch_place.cu,
 // dispatch_move.cu and dispatch_scales.cu share.
 //
 // A choice is one of the T CHOSEN entries of `chosen`, numbered as they are stored. Rows are in the
@@ -17,9 +17,10 @@ constexpr int BUCKETS = (EXPERTS + 1 + 3) / 4 * 4;
 struct Arguments {
     const bf16* x;
     const Choice* chosen;
-    float* token_scale;  // [tokens][SCALES], by token; this and the next two for many tokens
-    int* counts;         // [blocks][BUCKETS]
-    int* source;         // the token of each row
+    int* counts;  // [blocks][BUCKETS], but for few tokens
+    // For dispatch_scales, null without it: scales by token [tokens][SCALES], and each row's token.
+    float* token_scale;
+    int* source;
     byte* values;
     float* scale;
     int* expert_start;

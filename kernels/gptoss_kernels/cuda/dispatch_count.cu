@@ -1,4 +1,4 @@
-// Many tokens, the first of four launches: how many choices of each expert each block has.
+// More than few tokens, the first launch: how many choices of each expert each block has.
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     dispatch_count(const __grid_constant__ Arguments arguments) {

@@ -2,13 +2,15 @@
 
 bf16 in, FP8 (e4m3) out. Memory-bound: reads 2TH bytes, writes TKH and the scales. Few tokens take
 one launch (dispatch_few.cu), in which each token counts for itself how many choices come before
-its own. Many take four: dispatch_count, dispatch_place, dispatch_move and dispatch_scales.
+its own. More take three: dispatch_count, dispatch_place and dispatch_move. Many take a fourth,
+dispatch_scales: a scale stored alone costs as much as 32 bytes do.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,8 +24,11 @@ from gptoss_kernels.fp8 import BLOCK
 
 MAXIMUM_CHOSEN = 8
 
-_FEW_CHOICES = 4096
-_MOST_FEW_CHOICES = 2**20  # a choice's number and its expert's are compared as one of 32 bits
+MAXIMUM_CHOICES = 2**30  # kernels count them, and some beyond the last, with 31 bits
+
+# For which one launch and three were the fastest: see docs/LOG.md.
+_MOST_FOR_ONE, _MOST_FOR_THREE = 3072, 32768
+_MOST_IN_ONE = 2**20  # a choice's number and its expert's are compared as one of 32 bits
 # Of the launches that count and place. Each block of the second one reads what all blocks counted.
 _MAXIMUM_BLOCKS, _CHOICES_A_BLOCK = 128, 256
 _CHOICE_BYTES = {torch.int64: 8, torch.int32: 4}
@@ -35,7 +40,7 @@ def dispatch_fp8(
     num_experts: int,
     *,
     out: Dispatched | None = None,
-    few: bool | None = None,
+    launches: Literal[1, 3, 4] | None = None,
 ) -> Dispatched:
     """`x` quantised in groups of 128 as the R = T K rows that `chosen` names, written to `out`.
 
@@ -43,14 +48,13 @@ def dispatch_fp8(
     num_experts - 1, at most 512. Expert e owns the rows expert_start[e] : expert_start[e + 1], in
     the order of their tokens; token t's row for chosen[t, k] is rows[t, k]. Values of `chosen` stay
     on the device: one that is no expert's number has its row behind all experts', and
-    expert_start ends before it. `few`: in one launch, or two; by the number of choices if it is not
+    expert_start ends before it. `launches`: how many of them do it; choose_launches' if it is not
     given. Raises ValueError on anything else, and runtime.CudaError where there is no Hopper GPU.
     """
     if out is None:
         out = _empty(x, chosen, num_experts)
-    if few is None:
-        few = chosen.numel() <= _FEW_CHOICES
-    if few:
+    launches = launches or choose_launches(chosen.numel())
+    if launches == 1:
         launch(
             ("dispatch_few", num_experts),
             (x, chosen, *out),
@@ -58,14 +62,20 @@ def dispatch_fp8(
         )
         return out
     # Of this call alone, so that no other, on another stream, counts into it.
-    size = sum(_scratch_sizes(chosen.numel(), x.shape[0], x.shape[-1], num_experts))
-    scratch = torch.empty(size, dtype=torch.int32, device=x.device)
+    sizes = _scratch_sizes(x, chosen, num_experts, stages_scales=launches == 4)
+    scratch = torch.empty(sum(sizes), dtype=torch.int32, device=x.device)
     launch(
-        ("dispatch_many", num_experts),
+        ("dispatch_many", num_experts, launches),
         (x, chosen, scratch, *out),
-        lambda: _prepare_many(x, chosen, num_experts, scratch, out),
+        lambda: _prepare_many(x, chosen, num_experts, scratch.split(sizes), out),
     )
     return out
+
+
+def choose_launches(num_choices: int) -> Literal[1, 3, 4]:
+    if num_choices <= _MOST_FOR_ONE:
+        return 1
+    return 3 if num_choices <= _MOST_FOR_THREE else 4
 
 
 class _Arguments(ctypes.Structure):
@@ -73,7 +83,7 @@ class _Arguments(ctypes.Structure):
         *(
             (name, ctypes.c_void_p)
             for name in (
-                *("x", "chosen", "token_scale", "counts", "source"),
+                *("x", "chosen", "counts", "token_scale", "source"),
                 *("values", "scale", "expert_start", "rows"),
             )
         ),
@@ -133,14 +143,14 @@ def _scales_of_token(columns: int) -> int:
 
 
 def _scratch_sizes(
-    num_choices: int, num_tokens: int, columns: int, num_experts: int
-) -> tuple[int, int, int]:
-    """Of 4 bytes: scales by token, counts of each block, the token of each row."""
-    return (
-        num_tokens * _scales_of_token(columns),
-        _num_blocks(num_choices) * _num_buckets(num_experts),
-        num_choices,
-    )
+    x: Tensor, chosen: Tensor, num_experts: int, *, stages_scales: bool
+) -> tuple[int, ...]:
+    """Of 4 bytes: counts of each block; with dispatch_scales its scales and token by row."""
+    num_choices = chosen.numel()
+    counts = _num_blocks(num_choices) * _num_buckets(num_experts)
+    if not stages_scales:
+        return (counts,)
+    return counts, x.shape[0] * _scales_of_token(x.shape[-1]), num_choices
 
 
 def _check_inputs(x: Tensor, chosen: Tensor, num_experts: int) -> None:
@@ -158,12 +168,13 @@ def _check_inputs(x: Tensor, chosen: Tensor, num_experts: int) -> None:
         raise ValueError(f"K must be from 1 to {MAXIMUM_CHOSEN}, got {chosen.shape[1]}")
     if not 0 < num_experts <= MAXIMUM_EXPERTS:
         raise ValueError(f"there must be 1 to {MAXIMUM_EXPERTS} experts, got {num_experts}")
-    if chosen.numel() >= 2**31:
-        raise ValueError(f"T K must be below 2^31, got {chosen.numel()}")
+    if chosen.numel() > MAXIMUM_CHOICES:
+        raise ValueError(f"T K must be at most {MAXIMUM_CHOICES}, got {chosen.numel()}")
 
 
 def _empty(x: Tensor, chosen: Tensor, num_experts: int) -> Dispatched:
-    _check_inputs(x, chosen, num_experts)
+    if x.dim() != 2 or num_experts < 1:  # all else is checked later, once for many calls
+        _check_inputs(x, chosen, num_experts)
     num_rows, columns = chosen.numel(), x.shape[1]
     return Dispatched(
         torch.empty((num_rows, columns), dtype=torch.float8_e4m3fn, device=x.device),
@@ -210,11 +221,9 @@ def _load(name: str, x: Tensor, chosen: Tensor, num_experts: int) -> runtime.Ker
 
 
 def _prepare_few(x: Tensor, chosen: Tensor, num_experts: int, out: Dispatched) -> runtime.Launch:
+    if chosen.numel() > _MOST_IN_ONE:
+        raise ValueError(f"one launch moves up to {_MOST_IN_ONE} choices, got {chosen.numel()}")
     _check(x, chosen, num_experts, out)
-    if chosen.numel() > _MOST_FEW_CHOICES:
-        raise ValueError(
-            f"one launch moves up to {_MOST_FEW_CHOICES} choices, got {chosen.numel()}"
-        )
     layout = few_layout(x.shape[1])
     return runtime.Launch(
         _load("dispatch_few", x, chosen, num_experts),
@@ -224,44 +233,35 @@ def _prepare_few(x: Tensor, chosen: Tensor, num_experts: int, out: Dispatched) -
     )
 
 
-class _Launches(runtime.Launch):
-    """Several kernels, one after the other."""
-
-    def __init__(self, launches: Sequence[runtime.Launch]) -> None:
-        self._launches = tuple(launches)
-
-    def __call__(self, stream: int) -> None:
-        for one in self._launches:
-            one(stream)
-
-
 def _prepare_many(
-    x: Tensor, chosen: Tensor, num_experts: int, scratch: Tensor, out: Dispatched
-) -> _Launches:
+    x: Tensor, chosen: Tensor, num_experts: int, scratch: Sequence[Tensor], out: Dispatched
+) -> Callable[[int], None]:
     _check(x, chosen, num_experts, out)
     num_tokens, columns = x.shape
     num_choices = chosen.numel()
-    sizes = _scratch_sizes(num_choices, num_tokens, columns, num_experts)
-    pointers = [part.data_ptr() for part in scratch.split(sizes)]
-    arguments = _arguments(x, chosen, pointers, out)
+    counts, *staging = (part.data_ptr() for part in scratch)
+    arguments = _arguments(x, chosen, (counts, *(staging or (None, None))), out)
     layout = move_layout(columns)
     grids = {
         "dispatch_count": (_num_blocks(num_choices), _PLACING),
         "dispatch_place": (_num_blocks(num_choices), _PLACING),
     }
     if num_tokens:
-        grids |= {
-            "dispatch_move": (-(-num_tokens // layout.rows), layout),
-            "dispatch_scales": (-(-num_choices // _PERMUTING.threads), _PERMUTING),
-        }
-    return _Launches(
-        [
-            runtime.Launch(
-                _load(name, x, chosen, num_experts),
-                grid=grid,
-                threads=layout.threads,
-                arguments=arguments,
-            )
-            for name, (grid, layout) in grids.items()
-        ]
-    )
+        grids["dispatch_move"] = (-(-num_tokens // layout.rows), layout)
+        if staging:
+            grids["dispatch_scales"] = (-(-num_choices // _PERMUTING.threads), _PERMUTING)
+    launches = [
+        runtime.Launch(
+            _load(name, x, chosen, num_experts),
+            grid=grid,
+            threads=layout.threads,
+            arguments=arguments,
+        )
+        for name, (grid, layout) in grids.items()
+    ]
+
+    def one_after_the_other(stream: int) -> None:
+        for each in launches:
+            each(stream)
+
+    return one_after_the_other

@@ -1,5 +1,7 @@
 // Each token's values, in the order of the tokens, so that rows of one expert are written together.
-// Its scales go to `token_scale`: 4 bytes to each row's column would be a part of a sector each.
+// Its scales, too, if there is no dispatch_scales: 4 bytes in each row's columns, each as dear as the
+// sector of 32 that it is a part of. Where that is more than another launch costs, they go to
+// `token_scale`.
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     dispatch_move(const __grid_constant__ Arguments arguments) {
@@ -21,5 +23,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int k = 0; k < CHOSEN; ++k)
         quantised.store_values(arguments.values + rows[k] * arguments.values_stride, columns,
                                place);
-    quantised.store_scales(arguments.token_scale + token * SCALES, 1, columns, place);
+    if (arguments.token_scale != nullptr) {
+        quantised.store_scales(arguments.token_scale + token * SCALES, 1, columns, place);
+        return;
+    }
+#pragma unroll
+    for (int k = 0; k < CHOSEN; ++k)
+        quantised.store_scales(arguments.scale + rows[k], arguments.scale_stride, columns, place);
 }

@@ -1,6 +1,5 @@
-// After dispatch_count: the row of each choice, and the token of each row. A block has the choices
-// that it counted, and each of its warps a part of those. Where a warp's rows of an expert begin is
-// known before it places any.
+// After dispatch_count: the row of each choice. A block has the choices that it counted, and each of
+// its warps a part of those. Where a warp's rows of an expert begin is known before it places any.
 
 // The rows of all experts before, of this one in blocks before, and of this one in warps before:
 // next[w][e] for this block's warps.
@@ -74,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         if (choice < end) {
             row = next[place.row][expert] + rank;
             arguments.rows[choice] = row;
-            arguments.source[row] = choice / CHOSEN;
+            if (arguments.source != nullptr) arguments.source[row] = choice / CHOSEN;
         }
         __syncwarp();
         if (choice < end && rank == 0) next[place.row][expert] = row + __popc(same);

@@ -245,13 +245,16 @@ class Launch:
 
 
 def launch(
-    options: Hashable, tensors: Sequence[torch.Tensor], prepare: Callable[[], Launch]
+    options: Hashable,
+    tensors: Sequence[torch.Tensor],
+    prepare: Callable[[], Callable[[int], None]],
 ) -> None:
     """Launch on the current stream of the first tensor's GPU, which need not be the current one.
 
-    `prepare` checks and packs. What it gave is launched again where the options are equal, and
-    address, shape, strides and dtype of all tensors. So `options` name the operator, hold each of
-    its other arguments, and say which tensors are there if some may be missing.
+    `prepare` checks and packs: a Launch, or several as one function of the stream. What it gave is
+    called again where the options are equal, and address, shape, strides and dtype of all tensors.
+    So `options` name the operator, hold each of its other arguments, and say which tensors are
+    there if some may be missing.
     """
     address, layout = _identify(len(tensors))(*tensors)
     found = _launches.get((options, address))
@@ -269,7 +272,7 @@ def launch(
 class _Prepared(NamedTuple):
     layout: tuple[object, ...]
     device: int
-    launch: Launch
+    launch: Callable[[int], None]
 
 
 # Buffers of a serving engine come back at the same addresses; others would fill the memory.
@@ -278,7 +281,9 @@ _launches: dict[tuple[object, ...], _Prepared] = {}
 
 
 def _prepare(
-    options: Hashable, tensors: Sequence[torch.Tensor], prepare: Callable[[], Launch]
+    options: Hashable,
+    tensors: Sequence[torch.Tensor],
+    prepare: Callable[[], Callable[[int], None]],
 ) -> _Prepared:
     device = tensors[0].get_device()
     if device < 0 or device == torch._C._cuda_getDevice():
