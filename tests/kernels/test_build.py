@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,6 +17,7 @@ from gptoss_kernels.cuda.combine import choose_combine_layout
 from gptoss_kernels.cuda.combine import spec as combine_spec
 from gptoss_kernels.cuda.compiler import Cubin, KernelSpec, wgmma_source
 from gptoss_kernels.cuda.dispatch_fp8 import specs as dispatch_specs
+from gptoss_kernels.cuda.few_rows_fp8 import MAXIMUM_ROWS, FewRowsTile
 from gptoss_kernels.cuda.grouped_fp8 import choose_tile as choose_grouped_tile
 from gptoss_kernels.cuda.linear_fp8 import choose_tile as choose_linear_tile
 from gptoss_kernels.cuda.quantise import spec as quantise_spec
@@ -66,6 +68,8 @@ def test_what_is_served_is_what_operators_choose() -> None:
             tile = choose_linear_tile(m, n, k, 132)
             assert {tile.spec, replace(tile, has_residual=True).spec} <= served
         for experts, x_group, out_group in ((32, 64, 64), (128, 128, 128), (8, 128, 64)):
+            if m * 4 <= MAXIMUM_ROWS:
+                continue
             tile = choose_grouped_tile(m * 4, experts, x_group=x_group)
             swiglu = {"x_group": 128, "swiglu": True, "out_group": out_group}
             assert tile.spec in served
@@ -74,6 +78,10 @@ def test_what_is_served_is_what_operators_choose() -> None:
         assert quantise_spec(layout, 128) in served
         assert {rms_norm_spec(layout, is_fp8=True), rms_norm_spec(layout, is_fp8=False)} <= served
         assert combine_spec(choose_combine_layout(m, 2880, 4), 4) in served
+    for k, group in product((2880, 320, 128), (64, 128)):
+        assert FewRowsTile(k, swiglu=True, out_group=group).spec in served
+    for k, group in product((2880, 1088, 128), (64, 128)):
+        assert FewRowsTile(k, x_group=group).spec in served
     assert set(dispatch_specs(2880, 128, 4).values()) <= served
     assert len({str(spec) for spec in served}) == len(served)
 

@@ -1,7 +1,5 @@
 """The grouped FP8 products of few rows against float64 arithmetic on the same quantised inputs."""
 
-import concurrent.futures
-import multiprocessing
 from itertools import accumulate, pairwise
 
 import pytest
@@ -9,13 +7,10 @@ import torch
 
 from gptoss_kernels import reference
 from gptoss_kernels.contracts import empty_scale
-from gptoss_kernels.cuda.compiler import KernelSpec
-from gptoss_kernels.cuda.few_rows_fp8 import (
-    MAXIMUM_ROWS,
-    FewRowsTile,
-    choose_tile,
-    prepare,
-)
+from gptoss_kernels.cuda import few_rows_fp8, grouped_fp8
+from gptoss_kernels.cuda.few_rows_fp8 import MAXIMUM_ROWS, FewRowsTile, choose_tile
+from gptoss_kernels.cuda.grouped_linear_fp8 import grouped_linear_fp8
+from gptoss_kernels.cuda.grouped_swiglu_fp8 import grouped_swiglu_fp8
 
 # Rounding to bf16 alone costs 1.7e-3. Sums are in fp32, so of the e4m3 values only those next to a
 # tie may go the other way.
@@ -91,29 +86,12 @@ def exact(
     return out
 
 
-def run(tile: FewRowsTile, *tensors: torch.Tensor, **options: float) -> None:
-    # The second product may read what the last launch before it wrote only if that has ended.
-    launch = prepare(tile, *tensors, **options)
-    torch.cuda.synchronize()
-    launch(torch.cuda.current_stream().cuda_stream)
-
-
-def tile_of(
-    inputs: list[torch.Tensor], *, swiglu: bool = False, out_group: int = 128
-) -> FewRowsTile:
-    x, x_scale, _, weight = inputs[:4]
-    x_group = 128 if x_scale.shape[1] == -(-x.shape[1] // 128) else 64
-    operator = {"x_group": x_group, "swiglu": swiglu, "out_group": out_group}
-    tile = choose_tile(len(x), *weight.shape[1:], **operator)
-    assert tile is not None
-    return tile
-
-
-def linear(inputs: list[torch.Tensor]) -> torch.Tensor:
-    shape = len(inputs[0]), inputs[3].shape[1]
-    out = torch.full(shape, torch.nan, device="cuda", dtype=torch.bfloat16)
-    run(tile_of(inputs), *inputs, out)
-    return out
+def linear(inputs: list[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
+    if out is None:
+        shape = len(inputs[0]), inputs[3].shape[1]
+        out = torch.full(shape, torch.nan, device="cuda", dtype=torch.bfloat16)
+    torch.cuda.synchronize()  # all but x is read before the last launch has ended
+    return grouped_linear_fp8(*inputs, out=out)
 
 
 def poisoned_fp8(rows: int, columns: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,8 +102,7 @@ def poisoned_fp8(rows: int, columns: int, group: int) -> tuple[torch.Tensor, tor
 
 def swiglu(inputs: list[torch.Tensor], group: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
     out = poisoned_fp8(len(inputs[0]), inputs[3].shape[1] // 2, group)
-    run(tile_of(inputs, swiglu=True, out_group=group), *inputs, *out, **SWIGLU)
-    return out
+    return grouped_swiglu_fp8(*inputs, **SWIGLU, group=group, out=out)
 
 
 def expected_swiglu(
@@ -310,7 +287,7 @@ def test_zeros_have_the_least_scale() -> None:
 def test_nothing_beside_the_outputs_is_written() -> None:
     inputs = random_inputs((3, 0, 10), 320, 512)
     around = torch.full((40, 480), 7.0, device="cuda", dtype=torch.bfloat16)
-    run(tile_of(inputs), *inputs, around[20:33, 80:400])
+    linear(inputs, around[20:33, 80:400])
     assert not bool((around[20:33, 80:400] == 7.0).all())
     around[20:33, 80:400] = 7.0
     assert bool((around == 7.0).all())
@@ -319,7 +296,7 @@ def test_nothing_beside_the_outputs_is_written() -> None:
     scales_around = torch.full((4, 44), 7.0, device="cuda")
     values = bytes_around[20:33, 80:240].view(torch.float8_e4m3fn)
     scale = scales_around[1:3, 20:33].t()
-    run(tile_of(inputs, swiglu=True), *inputs, values, scale, **SWIGLU)
+    grouped_swiglu_fp8(*inputs, **SWIGLU, group=128, out=(values, scale))
     assert not bool((scale == 7.0).any())
     bytes_around[20:33, 80:240] = 7
     scales_around[1:3, 20:33] = 7.0
@@ -347,15 +324,10 @@ def test_replays_of_both_products_follow_the_routing() -> None:
     out = torch.full((total, 320), torch.nan, device="cuda", dtype=torch.bfloat16)
     second[:2] = middle
     second[2] = first[2]
-    tensors = [*first, *middle], [*second, out]
-    launches = (
-        prepare(tile_of(first, swiglu=True), *tensors[0], **SWIGLU),
-        prepare(tile_of(second), *tensors[1]),
-    )
 
     def both() -> None:
-        for launch in launches:
-            launch(torch.cuda.current_stream().cuda_stream)
+        grouped_swiglu_fp8(*first, **SWIGLU, group=128, out=middle)
+        grouped_linear_fp8(*second, out=out)
 
     both()
     torch.cuda.synchronize()
@@ -381,22 +353,25 @@ def test_too_many_rows_or_columns_have_no_tile() -> None:
     assert choose_tile(**fits, x_group=128, swiglu=True) == FewRowsTile(2880, swiglu=True)
     for more in ({"rows": MAXIMUM_ROWS + 1}, {"n": 1 << 20}, {"k": 8192}):
         assert choose_tile(**{**fits, **more}, x_group=128, swiglu=True) is None
-    assert choose_tile(32, 8192, 2880, x_group=128, swiglu=True) is None
-    assert choose_tile(32, 8192, 2880, x_group=64) == FewRowsTile(2880, x_group=64)
+    assert choose_tile(16, 8192, 2880, x_group=128, swiglu=True) is None
+    assert choose_tile(16, 8192, 2880, x_group=64) == FewRowsTile(2880, x_group=64)
 
 
-def test_all_tiles_compile_without_stack_or_spills(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("GPTOSS_CACHE", str(tmp_path))
-    tiles = [
-        FewRowsTile(2880, x_group=64),
-        FewRowsTile(2880),
-        FewRowsTile(2880, swiglu=True, out_group=64),
-        FewRowsTile(2880, swiglu=True),
-        FewRowsTile(272, swiglu=True),
-    ]
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(2, mp_context=context) as pool:
-        cubins = list(pool.map(KernelSpec.compile, [tile.spec for tile in tiles]))
-    for tile, cubin in zip(tiles, cubins, strict=True):
-        assert cubin.registers > 0
-        assert (cubin.stack_bytes, cubin.spill_bytes, cubin.warnings) == (0, 0, ()), tile
+@pytest.mark.parametrize(("rows", "is_few"), [(1, True), (16, True), (17, False)])
+def test_operators_take_this_kernel_up_to_sixteen_rows(rows, is_few, monkeypatch) -> None:
+    tensors = [torch.zeros(rows, 128), *[torch.zeros(1)] * 2, torch.zeros(4, 64, 128)]
+    tensors += [torch.zeros(1)] * 3
+    taken = []
+    monkeypatch.setattr(few_rows_fp8, "prepare", lambda tile, *_, **__: taken.append(tile))
+    monkeypatch.setattr(grouped_fp8, "check_tile", lambda tile, **_: pytest.fail("of many rows"))
+    if is_few:
+        grouped_fp8.prepare(None, *tensors, x_group=64)
+        grouped_fp8.prepare(None, *tensors, x_group=128, swiglu=True, out_group=128)
+        assert taken == [FewRowsTile(128, x_group=64), FewRowsTile(128, swiglu=True)]
+    else:
+        with pytest.raises(pytest.fail.Exception, match="of many rows"):
+            grouped_fp8.prepare(None, *tensors, x_group=64)
+    # A tile that somebody names is taken.
+    tile = grouped_fp8.choose_tile(rows, 4, x_group=64)
+    with pytest.raises(pytest.fail.Exception, match="of many rows"):
+        grouped_fp8.prepare(tile, *tensors, x_group=64)

@@ -87,14 +87,23 @@ def _dense(model: ModelSizes) -> Iterator[KernelSpec]:
 
 
 def _grouped(model: ModelSizes) -> Iterator[KernelSpec]:
-    from gptoss_kernels.cuda.grouped_fp8 import choose_tile
+    from gptoss_kernels.cuda import few_rows_fp8, grouped_fp8
     from gptoss_kernels.fp8 import BLOCK
 
     tiles = set()
     for tokens, group in product(_NUM_TOKENS, _SWIGLU_GROUPS):
-        sizes = (tokens * model.experts_per_token, model.num_experts)
-        tiles.add(choose_tile(*sizes, x_group=BLOCK, swiglu=True, out_group=group))
-        tiles.add(choose_tile(*sizes, x_group=group))
+        rows, experts = tokens * model.experts_per_token, model.num_experts
+        first = {"x_group": BLOCK, "out_group": group}
+        tiles.add(
+            few_rows_fp8.choose_tile(
+                *(rows, 2 * model.intermediate, model.hidden), swiglu=True, **first
+            )
+            or grouped_fp8.choose_tile(rows, experts, swiglu=True, **first)
+        )
+        tiles.add(
+            few_rows_fp8.choose_tile(rows, model.hidden, model.intermediate, x_group=group)
+            or grouped_fp8.choose_tile(rows, experts, x_group=group)
+        )
     for tile in tiles:
         yield tile.spec
 

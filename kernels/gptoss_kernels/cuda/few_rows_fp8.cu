@@ -12,9 +12,11 @@
 // A group of SwiGLU's outputs lies in several blocks: they leave y in `scratch`, and the last of
 // them to come quantises it.
 //
-// Defined by whoever compiles this: SWIGLU, OUT_GROUP, X_GROUP, K, WARPS, STAGES, PREFETCHES (tiles
-// that are sent for into L2 before the previous kernel has ended), MAXIMUM_ROWS, MAXIMUM_VALUES,
-// MAXIMUM_GROUPS, AREAS.
+// As in grouped_fp8.cu the product without SwiGLU finds its entries and sends for its first weights
+// without a wait for the kernel before it, which therefore writes neither weights nor expert_start.
+//
+// Defined by whoever compiles this: SWIGLU, OUT_GROUP, X_GROUP, K, WARPS, STAGES, SHARED_BYTES,
+// MAXIMUM_ROWS, MAXIMUM_VALUES, MAXIMUM_GROUPS.
 
 constexpr int TOKENS = 8;
 constexpr int UNIT = 8;       // rows of weight
@@ -52,28 +54,27 @@ struct Arguments {
     int x_scale_stride;
     int out_stride;
     int out_scale_stride;
-    int area;              // which of `scratch` and `arrived` this launch has
     float exponent_scale;  // -alpha / ln 2
     float limit;
 };
 
 // y of groups that lie in several blocks, and how many of these have come; the last sets it to 0.
-__device__ float scratch[SWIGLU ? AREAS : 1][SWIGLU ? MAXIMUM_VALUES : 1];
-__device__ unsigned int arrived[SWIGLU ? AREAS : 1][SWIGLU ? MAXIMUM_GROUPS : 1];
+// One for all launches on a GPU: on a stream each waits for the one before it, and so for all before
+// it, before it writes here. Not so on two streams at once, which few_rows_fp8.py therefore forbids.
+__device__ float scratch[SWIGLU ? MAXIMUM_VALUES : 1];
+__device__ unsigned int arrived[SWIGLU ? MAXIMUM_GROUPS : 1];
 
 // ---- instructions that no other kernel has ----------------------------------------------------
 
-__device__ __forceinline__ void load_bytes(uint32_t destination, const void* source, int bytes,
-                                           uint32_t barrier) {
+// Of what is read once, and makes room in L2 before anything else does.
+__device__ __forceinline__ void load_bytes_once(uint32_t destination, const void* source, int bytes,
+                                                uint32_t barrier) {
+    constexpr uint64_t EVICT_FIRST = 0x12F0000000000000;  // as createpolicy encodes it
     asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-            "r"(destination),
-        "l"(source), "r"(bytes), "r"(barrier)
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1], %2, [%3], %4;" ::"r"(destination),
+        "l"(source), "r"(bytes), "r"(barrier), "l"(EVICT_FIRST)
         : "memory");
-}
-
-__device__ __forceinline__ void prefetch_bytes(const void* source, int bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
 }
 
 __device__ __forceinline__ void prefetch_line(const void* source) {
@@ -262,7 +263,7 @@ struct Keeper {
             const int bytes = walk.rows() * K;
             const uint32_t full = shared + FULL_OFFSET + slot * 8;
             barrier_expect(full, bytes);
-            load_bytes(shared + slot * STAGE_BYTES, weight_of(walk), bytes, full);
+            load_bytes_once(shared + slot * STAGE_BYTES, weight_of(walk), bytes, full);
         } else if (lane < 3) {
             // Both ends of the scales, so that no warp waits for memory when it gets there.
             prefetch_line(scales_of(arguments, expert_of(walk), walk.row()) +
@@ -293,7 +294,7 @@ struct Keeper {
     }
 
     __device__ __forceinline__ float* y_of(int row) const {
-        return scratch[arguments.area] + row * (arguments.N / 2);
+        return scratch + row * (arguments.N / 2);
     }
 
     __device__ __forceinline__ void quantise(const Entry& entry, int group) const {
@@ -327,7 +328,7 @@ struct Keeper {
         const int last = min(first + GROUP_UNITS, (index + 1) * cut.units) - 1;
         const int num_blocks = cut.block_of(last) - cut.block_of(first) + 1;
         const int num_groups = (arguments.N / 2 + OUT_GROUP - 1) / OUT_GROUP;
-        unsigned int* counter = &arrived[arguments.area][index * num_groups + group];
+        unsigned int* counter = &arrived[index * num_groups + group];
         __threadfence();
         __syncwarp();
         int is_last = 0;
@@ -364,7 +365,8 @@ struct Keeper {
     __device__ __forceinline__ float4 bias_of(const Walk& walk) const {
         if (lane % 4 * 4 >= walk.rows()) return {};
         const long long row = static_cast<long long>(expert_of(walk)) * arguments.N + walk.row();
-        return *reinterpret_cast<const float4*>(arguments.bias + row + lane % 4 * 4);
+        const float* bias = arguments.bias + row + lane % 4 * 4;  // wherever it starts
+        return make_float4(bias[0], bias[1], bias[2], bias[3]);
     }
 
     __device__ __forceinline__ void run() const {
@@ -373,11 +375,6 @@ struct Keeper {
         Walk walk(cut), ahead = walk;
         for (int slot = 0; slot < STAGES && !ahead.is_done(); ++slot, ahead.next())
             send_for(ahead, slot);
-        if constexpr (!SWIGLU) {
-            Walk later = ahead;
-            for (int i = 0; i < PREFETCHES && !later.is_done(); ++i, later.next())
-                if (lane == 0) prefetch_bytes(weight_of(later), later.rows() * K);
-        }
         __syncthreads();
         if constexpr (!SWIGLU) wait_for_previous_kernels();
         // Not before the wait: the kernel after this one may read what came before this one.
@@ -516,7 +513,7 @@ struct Multiplier {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     few_rows_fp8(const __grid_constant__ Arguments arguments) {
     extern __shared__ __align__(128) unsigned char memory[];
     const uint32_t shared = shared_address(memory);

@@ -9,13 +9,13 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from gptoss_kernels.contracts import MAXIMUM_EXPERTS
-from gptoss_kernels.cuda import runtime
+from gptoss_kernels.cuda import few_rows_fp8, runtime
 from gptoss_kernels.cuda.gemm_fp8 import Arguments, Tile, kernel
 from gptoss_kernels.fp8 import BLOCK
 
@@ -41,8 +41,6 @@ class GroupedTile(Tile):
     x_group: int = BLOCK
     swiglu: bool = False
     out_group: int = 64
-    box_columns: int = 0
-    unroll: int = 1
 
     source = "grouped_fp8"
     scale_rows = 68  # a load begins at a multiple of 4, up to 3 rows above
@@ -70,18 +68,24 @@ def choose_tile(
 ) -> GroupedTile:
     """By the mean number of rows an expert: how they lie is known on the device alone.
 
-    The limits lie between sizes that were timed on an H200 (tests/bench/bench_grouped.py).
+    The limits lie between sizes that were timed on an H200 with 128 experts of the served shape:
+    grouped_variants.txt and grouped_tiles.jsonl in tests/bench/results/experiments-2026-11-30.
     """
-    if rows <= 32 and not swiglu:
+    if swiglu:
+        tile = GroupedTile(128, cluster_n=2, x_group=x_group, swiglu=True, out_group=out_group)
+        if rows <= 2 * num_experts:
+            return replace(tile, m_groups=1, x_box=8)
+        if rows <= 8 * num_experts:
+            return replace(tile, m_groups=1, waves=2, x_box=8)
+        if rows <= 40 * num_experts:
+            return replace(tile, m_groups=1, x_box=16)
+        return tile if rows <= 128 * num_experts else replace(tile, waves=2)
+    if rows <= 32:
         # So few experts have rows that 128 columns a tile would leave multiprocessors without one.
         return GroupedTile(96, m_groups=1, x_box=8, x_group=x_group, partials=2)
-    operator = {"x_group": x_group, "swiglu": swiglu, "out_group": out_group}
-    if rows <= 32 * num_experts:
-        cluster_n = 2 if out_group == 128 else 1
-        return GroupedTile(128, m_groups=1, cluster_n=cluster_n, x_box=8, **operator)
-    if rows <= 128 * num_experts:
-        return GroupedTile(128, cluster_n=2 if swiglu else 1, **operator)
-    return GroupedTile(128, waves=2, cluster_n=2, **operator)
+    if rows <= 40 * num_experts:
+        return GroupedTile(128, m_groups=1, x_box=8, x_group=x_group)
+    return GroupedTile(192, cluster_n=1 if rows <= 80 * num_experts else 2, x_group=x_group)
 
 
 class Experts(ctypes.Structure):
@@ -121,11 +125,16 @@ def prepare(
     alpha: float = 0.0,
     limit: float = 0.0,
 ) -> runtime.Launch:
-    """Pack a launch of checked tensors, with `tile` or the one that choose_tile takes."""
+    """Pack a launch of checked tensors with `tile`; None: with what was fastest for their sizes."""
     (rows, k), (num_experts, n, _) = x.shape, weight.shape
+    operator = {"x_group": x_group, "swiglu": swiglu, "out_group": out_group}
     if tile is None:
-        tile = choose_tile(rows, num_experts, x_group=x_group, swiglu=swiglu, out_group=out_group)
-    check_tile(tile, x_group=x_group, swiglu=swiglu, out_group=out_group)
+        few = few_rows_fp8.choose_tile(rows, n, k, **operator)
+        if few is not None:
+            tensors = (x, x_scale, expert_start, weight, weight_scale, bias, out, out_scale)
+            return few_rows_fp8.prepare(few, *tensors, alpha=alpha, limit=limit)
+        tile = choose_tile(rows, num_experts, **operator)
+    check_tile(tile, **operator)
     device = x.device.index
     num_blocks = torch.cuda.get_device_properties(device).multi_processor_count
     return runtime.Launch(

@@ -38,7 +38,8 @@ def grouped_linear_fp8(
 
     All but `x` and `x_scale` is read while the kernel launched just before this one on the stream
     may still run, so that one must write none of it: `expert_start` comes from two launches before
-    or from further back, as where grouped_swiglu_fp8 lies between.
+    or from further back, as where grouped_swiglu_fp8 lies between. That one lets this one start
+    only after all before it have ended.
     """
     if out is None:
         rows, n, _ = contracts.sizes(x, weight, 3)
