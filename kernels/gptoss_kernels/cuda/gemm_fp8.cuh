@@ -17,8 +17,8 @@
 // WAVES (of 64 rows, one after the other, in each warpgroup), X_GROUP (how many of K share a scale
 // of x: 128 or 64), PARTIALS (2: one is promoted while the next is multiplied), SCALE_ROWS (how
 // many scales are loaded for 64 rows), TILE_ROWS, FIXED_BYTES (of shared memory, for what the
-// kernel adds), SHARED_BYTES, BIAS_IS_OPTIONAL (null stands for none), BOX_N and BOX_BUFFERS (how a
-// tile is stored, see below).
+// kernel adds), SHARED_BYTES, BIAS_IS_OPTIONAL (null stands for none), UNROLL (blocks of K that are
+// written out).
 
 constexpr int BLOCK_K = 128;
 constexpr int BLOCK_M = 64 * M_GROUPS * WAVES;
@@ -52,17 +52,6 @@ static_assert(K_GROUPS == 1 || WAVES == 1, "sums are handed over of one wave");
 static_assert((BLOCK_N / CLUSTER_M) % 8 == 0, "each block of a cluster loads whole swizzle atoms");
 constexpr int FIXED_OFFSET = (EMPTY_OFFSET + STAGES * 8 + 15) / 16 * 16;
 static_assert(FIXED_OFFSET + FIXED_BYTES <= SHARED_BYTES, "the launch gives too little memory");
-
-// Output leaves in boxes of 16 rows and BOX_N columns, which each warp gathers in shared memory, in
-// BOX_BUFFERS places in turn; if BOX_N is 0, from registers.
-static_assert(BOX_N == 0 || BOX_N == 32 || BOX_N == 64, "rows of a box are 64 or 128 bytes");
-constexpr int BOX_COLUMNS = BOX_N == 0 ? BLOCK_N : BOX_N;
-static_assert(BLOCK_N % BOX_COLUMNS == 0, "a tile has whole boxes");
-constexpr int BOXES = BLOCK_N / BOX_COLUMNS;  // of 16 rows
-constexpr int BOX_BYTES = BOX_N * 16 * 2;
-constexpr int BOX_OFFSET = (FIXED_OFFSET + FIXED_BYTES + 1023) / 1024 * 1024;
-static_assert(BOX_N == 0 || BOX_OFFSET + M_GROUPS * 4 * BOX_BUFFERS * BOX_BYTES <= SHARED_BYTES,
-              "the launch gives too little memory");
 
 // Named barriers; 0 is __syncthreads.
 constexpr int SUM_READY_BARRIER = 1;  // + warpgroup
@@ -133,7 +122,6 @@ struct Math {
     const int num_k_blocks;
     const int m_group, k_group, lane, row_in_block;
     const uint32_t x_descriptor, weight_descriptor;  // of the first slot
-    const uint32_t boxes;  // of this warp
     Ring ring;
 
     __device__ __forceinline__ Math(uint32_t shared, const Arguments& arguments, int group)
@@ -146,10 +134,7 @@ struct Math {
           row_in_block(group % M_GROUPS * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4),
           x_descriptor(same_in_warp(
               matrix_descriptor(shared + X_OFFSET + group % M_GROUPS * 64 * BLOCK_K))),
-          weight_descriptor(same_in_warp(matrix_descriptor(shared + WEIGHT_OFFSET))),
-          boxes(BOX_N == 0 ? 0
-                           : same_in_warp(shared + BOX_OFFSET +
-                                          threadIdx.x / 32 * BOX_BUFFERS * BOX_BYTES)) {}
+          weight_descriptor(same_in_warp(matrix_descriptor(shared + WEIGHT_OFFSET))) {}
 
     // Into partial[target]: the part'th X_GROUP of a wave's block of K.
     __device__ __forceinline__ void multiply(int wave, int part, int target) {
@@ -358,84 +343,9 @@ struct Math {
         }
     }
 
-    __device__ __forceinline__ void store(int wave, int row, int row_end, int column) {
-        if constexpr (BOX_N == 0)
-            store_registers(wave, row, row_end, column);
-        else
-            store_rows(wave, row, row_end, column);
-    }
-
-    __device__ __forceinline__ uint32_t box_buffer(int index) const {
-        return boxes + index % BOX_BUFFERS * BOX_BYTES;
-    }
-
-    // Where a row's 16 bytes number `unit` are in a box: swizzled as the copy engine does it.
-    static __device__ __forceinline__ uint32_t in_box(int row, int unit) {
-        return row * (BOX_N * 2) + (unit ^ (BOX_N == 64 ? row % 8 : row / 2 % 4)) * 16;
-    }
-
-    __device__ __forceinline__ void gather(int wave, int box, uint32_t buffer) const {
-        const uint32_t first = computed_here(buffer + in_box(lane % 16, lane / 16));
-        const float* sums = promoted[wave] + box * (BOX_COLUMNS / 2);
-#pragma unroll
-        for (int i = 0; i < BOX_COLUMNS / 2; i += 8)
-            store_matrices(first ^ i * 4, pack_bf16(sums[i], sums[i + 1]),
-                           pack_bf16(sums[i + 2], sums[i + 3]),
-                           pack_bf16(sums[i + 4], sums[i + 5]),
-                           pack_bf16(sums[i + 6], sums[i + 7]));
-    }
-
-    // Lanes store 16 bytes, and so whole lines of a row at once.
-    __device__ __forceinline__ void store_rows(int wave, int row, int row_end, int column) {
-        constexpr int UNITS = BOX_COLUMNS / 8;  // of one row
-        const int first_row = row + row_in_block - lane / 4 + wave * M_GROUPS * 64;
-#pragma unroll
-        for (int box = 0; box < BOXES; ++box) {
-            const uint32_t buffer = box_buffer(wave * BOXES + box);
-            __syncwarp();  // what was here has been read
-            gather(wave, box, buffer);
-            __syncwarp();
-            const int out_column = column + box * BOX_COLUMNS + lane % UNITS * 8;
-#pragma unroll
-            for (int i = 0; i < 16; i += 32 / UNITS) {
-                uint32_t words[4];
-                load_shared(buffer + in_box(i + lane / UNITS, lane % UNITS), words);
-                const int out_row = first_row + i + lane / UNITS;
-                if (out_row < row_end && out_column < arguments.N)
-                    store_global(reinterpret_cast<unsigned char*>(
-                                     arguments.out +
-                                     static_cast<long long>(out_row) * arguments.out_stride +
-                                     out_column),
-                                 words);
-            }
-        }
-    }
-
-    // The same by the copy engine, to a matrix that ends with the last row.
-    __device__ __forceinline__ void store_boxes(const TensorMap* map, int wave, int row,
-                                                int column) {
-#pragma unroll
-        for (int box = 0; box < BOXES; ++box) {
-            const uint32_t buffer = box_buffer(wave * BOXES + box);
-            if (lane == 0) {
-                if (wave == 0 && box == 0)
-                    store_wait<0>();  // the last tile's, in whatever place they were
-                else
-                    store_wait<BOX_BUFFERS - 1>();
-            }
-            __syncwarp();
-            gather(wave, box, buffer);
-            shared_fence();
-            __syncwarp();
-            if (lane == 0)
-                store_box(map, buffer, column + box * BOX_COLUMNS,
-                          row + row_in_block + wave * M_GROUPS * 64);
-        }
-    }
-
     // A lane has 2 columns of each 8. Neighbours swap what they have of 16, so that each stores 4
     // columns at once and the four lanes of a row fill a sector of 32 bytes.
-    __device__ __forceinline__ void store_registers(int wave, int row, int row_end, int column) {
+    __device__ __forceinline__ void store(int wave, int row, int row_end, int column) {
         const bool is_odd = lane % 2;
         const int first_column = column + lane % 4 / 2 * 4 + (is_odd ? 8 : 0);
 #pragma unroll

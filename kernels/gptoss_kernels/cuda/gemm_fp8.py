@@ -43,9 +43,7 @@ class Tile:
     partials = 1
     scale_rows = 64
     source = "linear_fp8"
-    box_columns = 0  # of what a warp stores at once; 0: from registers
-    box_buffers = 1
-    unroll = 1  # blocks of K
+    unroll = 1  # blocks of K that are written out
 
     @property
     def fixed_bytes(self) -> int:
@@ -84,12 +82,7 @@ class Tile:
     def _bytes_beside_slots(self) -> int:
         """The fp32 sums that warpgroups hand over along K, and what a kernel adds, aligned."""
         sums = (self.k_groups - 1) * 64 * self.m_groups * self.columns * 4
-        boxes = self.m_groups * 4 * self.box_buffers * 16 * self.box_columns * 2
-        return (
-            sums
-            + (self.fixed_bytes + 16 if self.fixed_bytes else 0)
-            + (boxes + 1024 if boxes else 0)
-        )
+        return sums + (self.fixed_bytes + 16 if self.fixed_bytes else 0)
 
     @property
     def defines(self) -> dict[str, int]:
@@ -108,8 +101,6 @@ class Tile:
             "FIXED_BYTES": self.fixed_bytes,
             "SHARED_BYTES": self.shared_bytes,
             "BIAS_IS_OPTIONAL": 0,
-            "BOX_N": self.box_columns,
-            "BOX_BUFFERS": self.box_buffers,
             "UNROLL": self.unroll,
         }
 

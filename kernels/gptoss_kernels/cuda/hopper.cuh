@@ -144,13 +144,6 @@ __device__ __forceinline__ void load_shared(uint32_t address, int& a, int& b, in
                  : "memory");
 }
 
-__device__ __forceinline__ void load_shared(uint32_t address, uint32_t (&words)[4]) {
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                 : "r"(address)
-                 : "memory");
-}
-
 // Four matrices of 8 x 16 bytes: lane l gives the address of row l % 8 of matrix l / 8, and gets
 // 4 bytes of row l / 4 of each.
 __device__ __forceinline__ void load_matrices(uint32_t address, uint32_t (&words)[4]) {

@@ -6,14 +6,23 @@
 //
 // A persistent block computes tiles of BLOCK_M x BLOCK_N, one after the other; see gemm_fp8.cuh.
 //
-// The residual comes by the places where the output is gathered, empty while a tile is multiplied,
-// and is added box by box between blocks of K. Without such places it is added after the first one.
+// With STORES_BOXES, output leaves through the copy engine in boxes of 16 rows and 64 columns, which
+// each warp gathers in shared memory. The residual comes by the same place, empty while a tile is
+// multiplied, and is added box by box between blocks of K. Otherwise lanes store what they have in
+// registers, and the residual is added after a tile's first block of K.
 //
-// Defined by whoever compiles this, beside what gemm_fp8.cuh wants: HAS_RESIDUAL, STORES_ROWS
-// (whether the lanes store boxes, and not the copy engine).
+// Defined by whoever compiles this, beside what gemm_fp8.cuh wants: HAS_RESIDUAL, STORES_BOXES.
 
-constexpr int RESIDUAL_BARRIER_OFFSET = FIXED_OFFSET;  // a barrier for each place
-constexpr bool HAS_RESIDUAL_BOXES = HAS_RESIDUAL && BOX_N != 0;
+constexpr int BOX_COLUMNS = STORES_BOXES ? 64 : BLOCK_N;
+constexpr int BOX_BYTES = 16 * BOX_COLUMNS * 2;
+constexpr int BOXES = BLOCK_N / BOX_COLUMNS;  // of 16 rows
+constexpr int NUM_BOX_WARPS = STORES_BOXES ? M_GROUPS * 4 : 0;
+constexpr int RESIDUAL_BARRIER_OFFSET = FIXED_OFFSET;  // a barrier for each warp
+constexpr int BOX_OFFSET = (RESIDUAL_BARRIER_OFFSET + NUM_BOX_WARPS * 8 + 1023) / 1024 * 1024;
+static_assert(BLOCK_N % BOX_COLUMNS == 0, "a tile has whole boxes");
+static_assert(!STORES_BOXES || BOX_OFFSET + NUM_BOX_WARPS * BOX_BYTES <= SHARED_BYTES,
+              "the launch gives too little memory");
+constexpr bool HAS_RESIDUAL_BOXES = HAS_RESIDUAL && STORES_BOXES;
 constexpr int RESIDUAL_BOXES = WAVES * BOXES;  // of a tile, in each warp
 constexpr int RESIDUAL_STEP = HAS_RESIDUAL_BOXES ? 4 : 32;  // blocks of K from one to the next
 
@@ -113,8 +122,9 @@ struct LinearMath : Math {
     const LinearArguments& linear;
     const TensorMap* const out_map;
     const TensorMap* const residual_map;
-    int num_added = 0;  // boxes of the residual, to this tile
-    uint32_t residual_phases = 0;
+    const uint32_t box_place;  // of this warp
+    int num_added = 0;         // boxes of the residual, to this tile
+    uint32_t residual_phase = 0;
 
     __device__ __forceinline__ LinearMath(uint32_t shared, const LinearArguments& arguments,
                                           const TensorMap* out_map, const TensorMap* residual_map,
@@ -122,18 +132,45 @@ struct LinearMath : Math {
         : Math(shared, arguments, group),
           linear(arguments),
           out_map(out_map),
-          residual_map(residual_map) {}
+          residual_map(residual_map),
+          box_place(!STORES_BOXES
+                        ? 0
+                        : same_in_warp(shared + BOX_OFFSET + threadIdx.x / 32 * BOX_BYTES)) {}
 
-    __device__ __forceinline__ uint32_t residual_barrier(int box) const {
-        return shared + RESIDUAL_BARRIER_OFFSET +
-               (threadIdx.x / 32 * BOX_BUFFERS + box % BOX_BUFFERS) * 8;
+    // Where a row's 16 bytes number `unit` are in a box: swizzled as the copy engine does it.
+    __device__ __forceinline__ uint32_t in_box(int row, int unit) const {
+        return box_place + row * (BOX_COLUMNS * 2) + (unit ^ row % 8) * 16;
+    }
+
+    __device__ __forceinline__ void store_boxes(int wave, int row, int column) {
+#pragma unroll
+        for (int box = 0; box < BOXES; ++box) {
+            if (lane == 0) store_wait<0>();  // what was here has been read
+            __syncwarp();
+            const uint32_t first = computed_here(in_box(lane % 16, lane / 16));
+            const float* sums = promoted[wave] + box * (BOX_COLUMNS / 2);
+#pragma unroll
+            for (int i = 0; i < BOX_COLUMNS / 2; i += 8)
+                store_matrices(first ^ i * 4, pack_bf16(sums[i], sums[i + 1]),
+                               pack_bf16(sums[i + 2], sums[i + 3]),
+                               pack_bf16(sums[i + 4], sums[i + 5]),
+                               pack_bf16(sums[i + 6], sums[i + 7]));
+            shared_fence();
+            __syncwarp();
+            if (lane == 0)
+                store_box(out_map, box_place, column + box * BOX_COLUMNS,
+                          row + row_in_block + wave * M_GROUPS * 64);
+        }
+    }
+
+    __device__ __forceinline__ uint32_t residual_barrier() const {
+        return shared + RESIDUAL_BARRIER_OFFSET + threadIdx.x / 32 * 8;
     }
 
     // By one lane, where all have read what was in the box's place.
     __device__ __forceinline__ void request_residual(int box, int row, int column) {
-        barrier_expect(residual_barrier(box), BOX_BYTES);
-        load_box(box_buffer(box), residual_map, residual_barrier(box),
-                 column + box % BOXES * BOX_COLUMNS,
+        barrier_expect(residual_barrier(), BOX_BYTES);
+        load_box(box_place, residual_map, residual_barrier(), column + box % BOXES * BOX_COLUMNS,
                  row + row_in_block + box / BOXES * M_GROUPS * 64);
     }
 
@@ -146,9 +183,7 @@ struct LinearMath : Math {
             __syncwarp();
             if (lane == 0) {
                 store_wait<0>();
-#pragma unroll
-                for (int box = 0; box < min(BOX_BUFFERS, RESIDUAL_BOXES); ++box)
-                    request_residual(box, row, column);
+                request_residual(0, row, column);
             }
         } else {
             add_from_registers(row, column);
@@ -157,11 +192,10 @@ struct LinearMath : Math {
 
     template <int BOX>
     __device__ __forceinline__ void add_box(int row, int column) {
-        constexpr int PLACE = BOX % BOX_BUFFERS;
-        const uint32_t first = box_buffer(BOX) + in_box(lane % 16, lane / 16);
+        const uint32_t first = in_box(lane % 16, lane / 16);
         float* sums = promoted[BOX / BOXES] + BOX % BOXES * (BOX_COLUMNS / 2);
-        barrier_wait(residual_barrier(BOX), residual_phases >> PLACE & 1);
-        residual_phases ^= 1 << PLACE;
+        barrier_wait(residual_barrier(), residual_phase);
+        residual_phase ^= 1;
 #pragma unroll
         for (int i = 0; i < BOX_COLUMNS / 2; i += 8) {
             uint32_t words[4];
@@ -173,8 +207,8 @@ struct LinearMath : Math {
             }
         }
         __syncwarp();
-        if constexpr (BOX + BOX_BUFFERS < RESIDUAL_BOXES)
-            if (lane == 0) request_residual(BOX + BOX_BUFFERS, row, column);
+        if constexpr (BOX + 1 < RESIDUAL_BOXES)
+            if (lane == 0) request_residual(BOX + 1, row, column);
     }
 
     // Each element is read before its thread passes it on: the neighbour that stores it may do so
@@ -219,10 +253,10 @@ struct LinearMath : Math {
                                            bool is_last) {
         if (k_group == 0) {
             take_over(is_last);
-            if constexpr (BOX_N == 0 || STORES_ROWS)
-                store(wave, row, arguments.M, column);
+            if constexpr (STORES_BOXES)
+                store_boxes(wave, row, column);
             else
-                store_boxes(out_map, wave, row, column);
+                store(wave, row, arguments.M, column);
         } else {
             hand_over(is_first);
         }
@@ -266,7 +300,7 @@ struct LinearMath : Math {
 #pragma unroll
         for (int wave = 0; wave < WAVES; ++wave)
             finish(wave, row, column, first == last, true);
-        if (BOX_N != 0 && lane == 0) store_wait<0>();  // before this memory is another block's
+        if (STORES_BOXES && lane == 0) store_wait<0>();  // before this memory is another block's
     }
 };
 
@@ -285,10 +319,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         prefetch_map(&x_map);
         prefetch_map(&x_scale_map);
         prefetch_map(&weight_map);
-        if constexpr (BOX_N != 0) prefetch_map(&out_map);
+        if constexpr (STORES_BOXES) prefetch_map(&out_map);
         if constexpr (HAS_RESIDUAL_BOXES) {
             prefetch_map(&residual_map);
-            for (int i = 0; i < M_GROUPS * 4 * BOX_BUFFERS; ++i)
+            for (int i = 0; i < NUM_BOX_WARPS; ++i)
                 barrier_init(shared + RESIDUAL_BARRIER_OFFSET + i * 8, 1);
         }
         init_ring(shared);

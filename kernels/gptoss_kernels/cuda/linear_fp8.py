@@ -53,25 +53,26 @@ def linear_fp8(
     return out
 
 
+# What a warp stores at once: rows and columns of bf16.
+_BOX = (16, 64)
+_BOX_BYTES = _BOX[0] * _BOX[1] * 2
+
+
 @dataclass(frozen=True)
 class LinearTile(Tile):
-    """How sums are stored: from registers, or in boxes of 16 rows and `box_columns` columns.
+    """How sums are stored: from registers, or by the copy engine in boxes of 64 columns.
 
-    A warp gathers boxes in shared memory, in `box_buffers` places in turn. The copy engine stores
-    them, or with stores_rows the lanes do. Multiplications of `unroll` blocks of K are written out.
+    `unroll` blocks of K are written out: no loop's end lies between two multiplications.
     """
 
-    box_columns: int = 0
-    box_buffers: int = 1
-    stores_rows: bool = False
+    stores_boxes: bool = False
     has_residual: bool = False
     unroll: int = 1
 
     @property
     def fixed_bytes(self) -> int:
-        """A barrier for each box of the residual that may be under way."""
-        has_barriers = self.has_residual and self.box_columns
-        return self.m_groups * 4 * self.box_buffers * 8 if has_barriers else 0
+        """A box for each warp that stores, 1024 bytes to align them, a barrier for its residual."""
+        return 1024 + self.m_groups * 4 * (_BOX_BYTES + 8) if self.stores_boxes else 0
 
     @property
     def defines(self) -> dict[str, int]:
@@ -79,7 +80,7 @@ class LinearTile(Tile):
             **super().defines,
             "BIAS_IS_OPTIONAL": 1,
             "HAS_RESIDUAL": int(self.has_residual),
-            "STORES_ROWS": int(self.stores_rows),
+            "STORES_BOXES": int(self.stores_boxes),
         }
 
 
@@ -92,13 +93,16 @@ class LinearArguments(ctypes.Structure):
 
 
 _FEW_ROWS_TILES = tuple(LinearTile(columns, m_groups=1, k_groups=2) for columns in (24, 40, 64, 80))
+_WIDE_TILE = LinearTile(128, waves=2, stores_boxes=True, unroll=4)
 _MANY_ROWS_TILES = (
     LinearTile(192, m_groups=1, k_groups=2),
     LinearTile(192),
     LinearTile(96),
     LinearTile(160),
     LinearTile(128, m_groups=3, cluster_n=2),
-    LinearTile(128, waves=2, cluster_m=2),
+    replace(_WIDE_TILE, cluster_n=2),
+    # As fast where it needs as many rounds, and without a second tile beyond an odd last column.
+    replace(_WIDE_TILE, cluster_m=2),
 )
 
 
@@ -117,8 +121,8 @@ def choose_tile(m: int, n: int, k: int, num_blocks: int) -> LinearTile:
     def cost(tile: LinearTile) -> float:
         rows = -(-m // (tile.rows * tile.cluster_m)) * tile.cluster_m
         columns = -(-n // (tile.columns * tile.cluster_n)) * tile.cluster_n
-        # The largest tile reads its operands least often.
-        area = tile.rows * tile.columns * (0.95 if tile.waves == 2 else 1.0)
+        # The largest tile reads its operands least often, and stores while it multiplies.
+        area = tile.rows * tile.columns * (0.9 if tile.waves == 2 else 1.0)
         return -(-rows * columns // num_blocks) * (area + 1500)
 
     fitting = [tile for tile in _MANY_ROWS_TILES if k > BLOCK * (tile.k_groups - 1)]
@@ -164,9 +168,8 @@ def _prepare(
     # Rows beyond the matrix would cost the copy engine time to fill with zeros.
     x_rows = min(-(-m // 8) * 8, tile.rows // tile.cluster_n)
     num_clusters = -(-m // (tile.rows * tile.cluster_m)) * -(-n // (tile.columns * tile.cluster_n))
-    box = (16, tile.box_columns or 64)
-    out_map = runtime.tensor_map(out, box, box[1] * 2)
-    residual_map = out_map if residual is None else runtime.tensor_map(residual, box, box[1] * 2)
+    out_map = runtime.tensor_map(out, _BOX, 128)
+    residual_map = out_map if residual is None else runtime.tensor_map(residual, _BOX, 128)
     return runtime.Launch(
         kernel(tile, device),
         grid=min(num_clusters, num_blocks // tile.cluster) * tile.cluster,
