@@ -1,6 +1,7 @@
 """What every implementation of the FP8 operators demands of its tensors, refused in words.
 
-The layout of scales, too: as the copy engine reads them.
+And room for what they give: scales are laid out as the copy engine reads them. All checks raise
+ValueError with what was wanted and what was got; an implementation adds its own limits.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from torch import Tensor
 
 from gptoss_kernels.fp8 import BLOCK
 
+GROUPS = (64, 128)  # columns of an activation that may share a scale
 MAXIMUM_EXPERTS = 512
+MAXIMUM_CHOICES = 2**30  # kernels count them, and some beyond the last, with 31 bits
 
 
 class Dispatched(NamedTuple):
@@ -35,8 +38,32 @@ def empty_scale(rows: int, columns: int, device: torch.device | str, group: int 
     """
     padded = -(-rows // 4) * 4
     # One call of PyTorch's, or two: an allocation, t() and [:rows] cost the host three times that.
-    scale = torch.empty_strided((padded, -(-columns // group)), (1, padded), device=device)
+    shape = (padded, -(-columns // group))
+    scale = torch.empty_strided(shape, (1, padded), dtype=torch.float32, device=device)
     return scale if rows == padded else scale[:rows]
+
+
+def empty_quantised(
+    rows: int, columns: int, device: torch.device | str, group: int = BLOCK
+) -> tuple[Tensor, Tensor]:
+    """Room for values e4m3 [rows, columns] and their scales."""
+    values = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=device)
+    return values, empty_scale(rows, columns, device, group)
+
+
+def empty_dispatched(x: Tensor, chosen: Tensor, num_experts: int) -> Dispatched:
+    """Room for what dispatch_fp8 gives of checked tensors."""
+    return Dispatched(
+        *empty_quantised(chosen.numel(), x.shape[1], x.device),
+        torch.empty(num_experts + 1, dtype=torch.int32, device=x.device),
+        torch.empty(chosen.shape, dtype=torch.int32, device=x.device),
+    )
+
+
+def x_group(x: Tensor, x_scale: Tensor) -> int:
+    """How many columns of x share a scale, by the shapes; 64 if neither fits."""
+    is_coarse = x.dim() == 2 and x_scale.shape[-1:] == (-(-x.shape[1] // BLOCK),)
+    return BLOCK if is_coarse else 64
 
 
 def sizes(x: Tensor, weight: Tensor, dimensions: int) -> tuple[int, int, int]:
@@ -60,7 +87,7 @@ def check_inputs(
     dimensions: int = 2,
     x_group: int = BLOCK,
 ) -> None:
-    """Raise ValueError, in words, where an input is not what the operators' docstrings say."""
+    """Of a product: `x` [M, K] and `weight` [N, K], or with 3 dimensions [E, N, K]."""
     check_type("x", x, torch.float8_e4m3fn, x)
     check_type("x_scale", x_scale, torch.float32, x)
     check_type("weight", weight, torch.float8_e4m3fn, x)
@@ -88,7 +115,7 @@ def check_inputs(
 def check_output(
     name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], x: Tensor
 ) -> None:
-    """The same of an output: a matrix by rows, or fp32 scales by columns."""
+    """A matrix by rows, or fp32 scales by columns."""
     check_type(name, tensor, dtype, x)
     check_shape(name, tensor, shape)
     if dtype == torch.float32:
@@ -97,16 +124,19 @@ def check_output(
         check_rows(name, tensor)
 
 
-def check_gpu(x: Tensor) -> None:
+def check_gpu(x: Tensor, name: str = "x") -> None:
     if not x.is_cuda:
-        raise ValueError(f"x must be on a GPU, got {x.device}")
+        raise ValueError(f"{name} must be on a GPU, got {x.device}")
 
 
-def check_type(name: str, tensor: Tensor, dtype: torch.dtype, x: Tensor) -> None:
+def check_type(name: str, tensor: Tensor, dtype: torch.dtype, x: Tensor, x_name: str = "x") -> None:
+    """Of a tensor beside `x`, which is called `x_name`."""
     if tensor.dtype != dtype:
         raise ValueError(f"{name} must be {dtype}, got {tensor.dtype}")
     if tensor.device != x.device:
-        raise ValueError(f"{name} must be on the device of x, got {tensor.device} and {x.device}")
+        raise ValueError(
+            f"{name} must be on the device of {x_name}, got {tensor.device} and {x.device}"
+        )
 
 
 def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
@@ -146,8 +176,8 @@ def check_scale(name: str, scale: Tensor) -> None:
 
 
 def check_start(name: str, tensor: Tensor) -> None:
-    if tensor.data_ptr() % 16:
-        raise ValueError(f"{name} must start at a multiple of 16 bytes")
+    if beyond := tensor.data_ptr() % 16:
+        raise ValueError(f"{name} must start at a multiple of 16 bytes, got {beyond} beyond one")
 
 
 def check_grouped_inputs(
@@ -159,11 +189,100 @@ def check_grouped_inputs(
     bias: Tensor,
     x_group: int,
 ) -> None:
-    """Raise ValueError, in words, where an input is not what the operators' docstrings say."""
+    """Of the grouped products, but for the values of `expert_start`, which stay on the device."""
     check_inputs(*(x, x_scale, weight, weight_scale, bias), dimensions=3, x_group=x_group)
-    num_experts = len(weight)
-    if not 0 < num_experts <= MAXIMUM_EXPERTS:
-        raise ValueError(f"there must be 1 to {MAXIMUM_EXPERTS} experts, got {num_experts}")
+    check_num_experts(len(weight))
     check_type("expert_start", expert_start, torch.int32, x)
-    check_shape("expert_start", expert_start, (num_experts + 1,))
+    check_shape("expert_start", expert_start, (len(weight) + 1,))
     check_contiguous("expert_start", expert_start)
+
+
+def check_swiglu_sizes(weight: Tensor, group: int) -> None:
+    """Of grouped_swiglu_fp8: `weight` is [E, 2 I, H], what it gives has groups of `group`."""
+    check_group(group)
+    inner = weight.shape[1] // 2
+    if inner % 16:
+        raise ValueError(f"I must be a multiple of 16, got {inner}")
+
+
+def check_group(group: int) -> None:
+    if group not in GROUPS:
+        raise ValueError(f"group must be 64 or 128, got {group}")
+
+
+def check_row_matrix(name: str, matrix: Tensor, x: Tensor, x_name: str = "x") -> None:
+    """bf16, in rows of a multiple of 16 columns, as 16-byte accesses want them."""
+    check_type(name, matrix, torch.bfloat16, x, x_name)
+    if matrix.dim() != 2 or matrix.shape[1] % 16 or not matrix.shape[1]:
+        raise ValueError(
+            f"{name} must be a matrix with a multiple of 16 columns, got {list(matrix.shape)}"
+        )
+    check_rows(name, matrix)
+
+
+def check_quantised(
+    out: tuple[Tensor, Tensor], shape: tuple[int, int], x: Tensor, group: int = BLOCK
+) -> None:
+    """Room for values of `shape` and their scales."""
+    values, scale = out
+    check_output("values", values, torch.float8_e4m3fn, shape, x)
+    check_output("scale", scale, torch.float32, (shape[0], -(-shape[1] // group)), x)
+
+
+def check_rms_norm_inputs(hidden: Tensor, weight: Tensor, update: Tensor | None) -> None:
+    """Of rms_norm_fp8."""
+    check_row_matrix("hidden", hidden, hidden)
+    check_type("weight", weight, torch.float32, hidden, "hidden")
+    check_shape("weight", weight, (hidden.shape[1],))
+    check_contiguous("weight", weight)
+    check_start("weight", weight)
+    if update is not None:
+        check_shape("update", update, tuple(hidden.shape))
+        check_row_matrix("update", update, hidden, "hidden")
+
+
+def check_dispatch_inputs(x: Tensor, chosen: Tensor, num_experts: int) -> None:
+    """Of dispatch_fp8, but for the values of `chosen`, which stay on the device."""
+    if x.dim() != 2 or chosen.dim() != 2 or x.shape[0] != chosen.shape[0]:
+        raise ValueError(
+            f"x [T, H] and chosen [T, K] must agree in T, got {list(x.shape)} and "
+            f"{list(chosen.shape)}"
+        )
+    check_row_matrix("x", x, x)
+    if chosen.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"chosen must be torch.int64 or torch.int32, got {chosen.dtype}")
+    check_type("chosen", chosen, chosen.dtype, x)
+    check_contiguous("chosen", chosen)
+    if not chosen.shape[1]:
+        raise ValueError("K must be at least 1, got 0")
+    check_num_experts(num_experts)
+    if chosen.numel() > MAXIMUM_CHOICES:
+        raise ValueError(f"T K must be at most 2^30, got {chosen.numel()}")
+
+
+def check_dispatched(out: Dispatched, x: Tensor, chosen: Tensor, num_experts: int) -> None:
+    """Room for what dispatch_fp8 gives of checked inputs."""
+    check_quantised((out.values, out.scale), (chosen.numel(), x.shape[1]), x)
+    shapes = {"expert_start": (num_experts + 1,), "rows": tuple(chosen.shape)}
+    for name, shape in shapes.items():
+        tensor = getattr(out, name)
+        check_type(name, tensor, torch.int32, x)
+        check_shape(name, tensor, shape)
+        check_contiguous(name, tensor)
+
+
+def check_combine_inputs(outputs: Tensor, rows: Tensor, chosen_weights: Tensor) -> None:
+    """Of combine, but for the values of `rows`, which stay on the device."""
+    check_row_matrix("outputs", outputs, outputs)
+    check_type("rows", rows, torch.int32, outputs, "outputs")
+    if rows.dim() != 2 or not rows.shape[1]:
+        raise ValueError(f"rows must be [T, K], K at least 1, got {list(rows.shape)}")
+    check_contiguous("rows", rows)
+    check_type("chosen_weights", chosen_weights, torch.bfloat16, outputs, "outputs")
+    check_shape("chosen_weights", chosen_weights, tuple(rows.shape))
+    check_contiguous("chosen_weights", chosen_weights)
+
+
+def check_num_experts(count: int) -> None:
+    if not 0 < count <= MAXIMUM_EXPERTS:
+        raise ValueError(f"there must be 1 to {MAXIMUM_EXPERTS} experts, got {count}")

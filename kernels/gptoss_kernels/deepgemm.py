@@ -63,10 +63,8 @@ def linear_fp8(
     Raises ValueError on other tensors, and DeepGemmError where the library is missing.
     """
     m, n, _ = contracts.sizes(x, weight, 2)
-    # A missing bias needs no check: any that fits stands in for it.
-    checked_bias = torch.empty(n, device=x.device) if bias is None else bias
     contracts.check_gpu(x)
-    contracts.check_inputs(x, x_scale, weight, weight_scale, checked_bias)
+    contracts.check_inputs(x, x_scale, weight, weight_scale, bias)
     if residual is not None:
         contracts.check_output("residual", residual, torch.bfloat16, (m, n), x)
     out = torch.empty((m, n), dtype=torch.bfloat16, device=x.device)
@@ -105,10 +103,8 @@ def grouped_swiglu_fp8(
     rows, inner = x.shape[0], weight.shape[1] // 2
     if group != BLOCK:
         raise ValueError(f"group must be {BLOCK} with DeepGEMM, got {group}")
-    if inner % 16:
-        raise ValueError(f"I must be a multiple of 16, got {inner}")
-    values = torch.empty((rows, inner), dtype=torch.float8_e4m3fn, device=x.device)
-    scale = empty_scale(rows, inner, x.device)
+    contracts.check_swiglu_sizes(weight, group)
+    values, scale = contracts.empty_quantised(rows, inner, x.device)
     if rows == 0:
         return values, scale
     product, alignment = _padded_product(x, x_scale, expert_start, weight, weight_scale)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from gptoss_kernels import contracts
 from gptoss_kernels.triton_lang import device
-from gptoss_kernels.triton_lang.quantise import check_row_matrix
 
 _COLUMNS_AT_ONCE = 1024
 
@@ -29,14 +28,7 @@ def combine(
     dispatch_fp8 and route give them. A row outside 0 .. R - 1 is not read: its token becomes NaN.
     Raises ValueError on anything else but the values of `rows`, which stay on the device.
     """
-    check_row_matrix("outputs", outputs, outputs)
-    contracts.check_type("rows", rows, torch.int32, outputs)
-    if rows.dim() != 2 or not rows.shape[1]:
-        raise ValueError(f"rows must be [T, K], K at least 1, got {list(rows.shape)}")
-    contracts.check_contiguous("rows", rows)
-    contracts.check_type("chosen_weights", chosen_weights, torch.bfloat16, outputs)
-    contracts.check_shape("chosen_weights", chosen_weights, tuple(rows.shape))
-    contracts.check_contiguous("chosen_weights", chosen_weights)
+    contracts.check_combine_inputs(outputs, rows, chosen_weights)
     (num_tokens, num_chosen), (num_rows, columns) = rows.shape, outputs.shape
     if out is None:
         out = outputs.new_empty(num_tokens, columns)

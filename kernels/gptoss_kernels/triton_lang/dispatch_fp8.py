@@ -15,16 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from gptoss_kernels import contracts
-from gptoss_kernels.contracts import MAXIMUM_EXPERTS, Dispatched
+from gptoss_kernels.contracts import Dispatched
 from gptoss_kernels.fp8 import BLOCK
 from gptoss_kernels.triton_lang import device
-from gptoss_kernels.triton_lang.quantise import (
-    check_quantised,
-    check_row_matrix,
-    empty_quantised,
-    group_scale,
-    largest_bits,
-)
+from gptoss_kernels.triton_lang.quantise import group_scale, largest_bits
 
 _CHOICES_AT_ONCE = 512
 _FEW_CHOICES = 4096
@@ -47,21 +41,12 @@ def dispatch_fp8(
     `few`: count in each token's program; by the number of choices if it is not given. Raises
     ValueError on anything else, before anything is launched.
     """
-    _check_inputs(x, chosen, num_experts)
+    contracts.check_dispatch_inputs(x, chosen, num_experts)
     (num_tokens, columns), num_chosen = x.shape, chosen.shape[1]
     num_choices = chosen.numel()
     if out is None:
-        out = Dispatched(
-            *empty_quantised(num_choices, columns, x.device),
-            torch.empty(num_experts + 1, dtype=torch.int32, device=x.device),
-            torch.empty(chosen.shape, dtype=torch.int32, device=x.device),
-        )
-    check_quantised((out.values, out.scale), (num_choices, columns), x)
-    for name, shape in (("expert_start", (num_experts + 1,)), ("rows", tuple(chosen.shape))):
-        tensor = getattr(out, name)
-        contracts.check_type(name, tensor, torch.int32, x)
-        contracts.check_shape(name, tensor, shape)
-        contracts.check_contiguous(name, tensor)
+        out = contracts.empty_dispatched(x, chosen, num_experts)
+    contracts.check_dispatched(out, x, chosen, num_experts)
     device.check_device(x)
     if few is None:
         few = num_choices <= _FEW_CHOICES
@@ -89,25 +74,6 @@ def dispatch_fp8(
             GROUPS=device.lanes_for(-(-columns // BLOCK)),
         )
     return out
-
-
-def _check_inputs(x: Tensor, chosen: Tensor, num_experts: int) -> None:
-    if x.dim() != 2 or chosen.dim() != 2 or x.shape[0] != chosen.shape[0]:
-        raise ValueError(
-            f"x [T, H] and chosen [T, K] must agree in T, got {list(x.shape)} and "
-            f"{list(chosen.shape)}"
-        )
-    check_row_matrix("x", x, x)
-    if chosen.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"chosen must be torch.int64 or torch.int32, got {chosen.dtype}")
-    contracts.check_type("chosen", chosen, chosen.dtype, x)
-    contracts.check_contiguous("chosen", chosen)
-    if not chosen.shape[1]:
-        raise ValueError("K must be at least 1, got 0")
-    if not 0 < num_experts <= MAXIMUM_EXPERTS:
-        raise ValueError(f"there must be 1 to {MAXIMUM_EXPERTS} experts, got {num_experts}")
-    if chosen.numel() >= 2**31:
-        raise ValueError(f"T K must be below 2^31, got {chosen.numel()}")
 
 
 @triton.jit

@@ -25,7 +25,6 @@ from gptoss_kernels.triton_lang.gemm_fp8 import (
     store_sums,
 )
 from gptoss_kernels.triton_lang.grouped_fp8 import band_of, find_rows, flat, num_row_tiles
-from gptoss_kernels.triton_lang.linear_fp8 import x_group
 
 
 def grouped_linear_fp8(
@@ -35,8 +34,8 @@ def grouped_linear_fp8(
     weight: Tensor,
     weight_scale: Tensor,
     bias: Tensor,
-    out: Tensor | None = None,
     *,
+    out: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
     """The product in bf16 [R, N], written to `out` if it is given.
@@ -48,7 +47,7 @@ def grouped_linear_fp8(
     ValueError on anything else but the values of `expert_start`, which stay on the device.
     """
     rows, n, k = contracts.sizes(x, weight, 3)
-    group, num_experts = x_group(x, x_scale), len(weight)
+    group, num_experts = contracts.x_group(x, x_scale), len(weight)
     contracts.check_grouped_inputs(x, x_scale, expert_start, weight, weight_scale, bias, group)
     if out is None:
         out = torch.empty((rows, n), dtype=torch.bfloat16, device=x.device)

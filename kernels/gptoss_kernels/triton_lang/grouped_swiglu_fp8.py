@@ -26,13 +26,7 @@ from gptoss_kernels.triton_lang.gemm_fp8 import (
     start_sums,
 )
 from gptoss_kernels.triton_lang.grouped_fp8 import band_of, find_rows, flat, num_row_tiles
-from gptoss_kernels.triton_lang.quantise import (
-    check_group,
-    check_quantised,
-    empty_quantised,
-    group_scale,
-    largest_bits,
-)
+from gptoss_kernels.triton_lang.quantise import group_scale, largest_bits
 
 
 def grouped_swiglu_fp8(
@@ -61,13 +55,11 @@ def grouped_swiglu_fp8(
     """
     rows, n, k = contracts.sizes(x, weight, 3)
     num_experts, inner = len(weight), n // 2
-    check_group(group)
     contracts.check_grouped_inputs(x, x_scale, expert_start, weight, weight_scale, bias, BLOCK)
-    if inner % 16:
-        raise ValueError(f"I must be a multiple of 16, got {inner}")
+    contracts.check_swiglu_sizes(weight, group)
     if out is None:
-        out = empty_quantised(rows, inner, x.device, group)
-    check_quantised(out, (rows, inner), x, group)
+        out = contracts.empty_quantised(rows, inner, x.device, group)
+    contracts.check_quantised(out, (rows, inner), x, group)
     device.check_device(x)
     if tile is None:
         tile = choose_tile(rows, num_experts, group, device.has_copy_engine(x))

@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from gptoss_kernels import contracts
-from gptoss_kernels.fp8 import BLOCK
 from gptoss_kernels.triton_lang import device
 from gptoss_kernels.triton_lang.gemm_fp8 import (
     Tile,
@@ -49,7 +48,7 @@ def linear_fp8(
     anything else, before anything is launched.
     """
     m, n, k = contracts.sizes(x, weight, 2)
-    group = x_group(x, x_scale)
+    group = contracts.x_group(x, x_scale)
     contracts.check_inputs(x, x_scale, weight, weight_scale, bias, x_group=group)
     if residual is not None:
         contracts.check_output("residual", residual, torch.bfloat16, (m, n), x)
@@ -78,12 +77,6 @@ def linear_fp8(
                 num_warps=tile.warps,
             )
     return out
-
-
-def x_group(x: Tensor, x_scale: Tensor) -> int:
-    """How many columns of x share a scale, by the shapes; 64 if neither fits."""
-    is_coarse = x.dim() == 2 and x_scale.shape[-1:] == (-(-x.shape[1] // BLOCK),)
-    return BLOCK if is_coarse else 64
 
 
 def choose_tile(m: int) -> Tile:

@@ -9,13 +9,11 @@ from __future__ import annotations
 # Kernels are typed by what they are compiled for, not by their annotations.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAssignmentType=false
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from gptoss_kernels import contracts
-from gptoss_kernels.contracts import empty_scale
 from gptoss_kernels.fp8 import BLOCK
 from gptoss_kernels.triton_lang import device
 
@@ -30,12 +28,12 @@ def quantise(
     least 1e-10, and a group with an inf or a NaN dequantises to NaN. Raises ValueError on anything
     else, before anything is launched.
     """
-    check_row_matrix("x", x, x)
-    check_group(group)
+    contracts.check_row_matrix("x", x, x)
+    contracts.check_group(group)
     rows, columns = x.shape
     if out is None:
-        out = empty_quantised(rows, columns, x.device, group)
-    check_quantised(out, (rows, columns), x, group)
+        out = contracts.empty_quantised(rows, columns, x.device, group)
+    contracts.check_quantised(out, (rows, columns), x, group)
     device.check_device(x)
     if rows:
         values, scale = out
@@ -88,35 +86,3 @@ def group_scale(bits):
     amax = tl.maximum(amax, 1e-10, propagate_nan=tl.PropagateNan.ALL)
     factor = tl.div_rn(tl.full(amax.shape, E4M3_MAX, tl.float32), amax)
     return factor, amax * (1 / E4M3_MAX)
-
-
-def empty_quantised(
-    rows: int, columns: int, where: torch.device, group: int = BLOCK
-) -> tuple[Tensor, Tensor]:
-    values = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=where)
-    return values, empty_scale(rows, columns, where, group)
-
-
-def check_quantised(
-    out: tuple[Tensor, Tensor], shape: tuple[int, int], x: Tensor, group: int = BLOCK
-) -> None:
-    """Raise ValueError, in words, where `out` has no room for what is quantised."""
-    values, scale = out
-    contracts.check_output("values", values, torch.float8_e4m3fn, shape, x)
-    scale_shape = (shape[0], -(-shape[1] // group))
-    contracts.check_output("scale", scale, torch.float32, scale_shape, x)
-
-
-def check_group(group: int) -> None:
-    if group not in (64, 128):
-        raise ValueError(f"group must be 64 or 128, got {group}")
-
-
-def check_row_matrix(name: str, matrix: Tensor, x: Tensor) -> None:
-    """Raise ValueError, in words, if it isn't bf16 in rows of a multiple of 16 columns."""
-    contracts.check_type(name, matrix, torch.bfloat16, x)
-    if matrix.dim() != 2 or matrix.shape[1] % 16 or not matrix.shape[1]:
-        raise ValueError(
-            f"{name} must be a matrix with a multiple of 16 columns, got {list(matrix.shape)}"
-        )
-    contracts.check_rows(name, matrix)

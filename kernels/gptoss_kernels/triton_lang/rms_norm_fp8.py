@@ -8,7 +8,6 @@ from __future__ import annotations
 
 # Kernels are typed by what they are compiled for, not by their annotations.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,13 +15,7 @@ from torch import Tensor
 from gptoss_kernels import contracts
 from gptoss_kernels.fp8 import BLOCK
 from gptoss_kernels.triton_lang import device
-from gptoss_kernels.triton_lang.quantise import (
-    check_quantised,
-    check_row_matrix,
-    empty_quantised,
-    group_scale,
-    largest_bits,
-)
+from gptoss_kernels.triton_lang.quantise import group_scale, largest_bits
 
 
 def rms_norm_fp8(
@@ -39,17 +32,11 @@ def rms_norm_fp8(
     sum and the norm are rounded to bf16, as if they were stored. The scale is laid out as
     contracts.empty_scale does. Raises ValueError on anything else, before anything is launched.
     """
-    check_row_matrix("hidden", hidden, hidden)
+    contracts.check_rms_norm_inputs(hidden, weight, update)
     rows, columns = hidden.shape
-    contracts.check_type("weight", weight, torch.float32, hidden)
-    contracts.check_shape("weight", weight, (columns,))
-    contracts.check_contiguous("weight", weight)
-    if update is not None:
-        check_row_matrix("update", update, hidden)
-        contracts.check_shape("update", update, (rows, columns))
     if out is None:
-        out = empty_quantised(rows, columns, hidden.device)
-    check_quantised(out, (rows, columns), hidden)
+        out = contracts.empty_quantised(rows, columns, hidden.device)
+    contracts.check_quantised(out, (rows, columns), hidden)
     device.check_device(hidden)
     if rows:
         values, scale = out
