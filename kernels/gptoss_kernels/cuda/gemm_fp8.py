@@ -126,9 +126,6 @@ class Tile:
         ]
         return " ".join([f"{self.rows}x{self.columns}", *others])
 
-    def compile(self) -> runtime.Cubin:
-        return self.spec.compile()
-
 
 @functools.cache
 def kernel(tile: Tile, device: int) -> runtime.Kernel:
