@@ -128,11 +128,16 @@ class Fp8Operators(Protocol):
     Scales of activations are laid out as contracts.empty_scale does. Every implementation refuses
     a wrong dtype, shape, layout, alignment or device in words, before anything is launched.
 
-    All run on the current stream, one after the other, with one exception: grouped_linear_fp8 may
-    read all but `x` and `x_scale` before the launch just before it has ended, so that launch must
-    write none of it. Called right behind grouped_swiglu_fp8, as in a mixture of experts, it finds
-    the `expert_start` that dispatch_fp8 gave. Two layers of experts must not be under way at once
-    on one GPU, on two streams: for few rows they share memory.
+    All run on the current stream, one after the other, but a launch may begin while the one just
+    before it still runs (programmatic dependent launch), and some tensors are read at once. So that
+    one must write none of these, though one before it may:
+
+    - weights, their scales and biases, of the products and of the norm;
+    - `expert_start` of grouped_linear_fp8. Called right behind grouped_swiglu_fp8, as in a mixture
+      of experts, it finds what dispatch_fp8 gave.
+
+    Two layers of experts must not be under way at once on one GPU, on two streams: for few rows
+    they share memory. Nothing is differentiated: gradients neither flow nor are refused.
     """
 
     def quantise(self, x: Tensor, group: int = BLOCK) -> tuple[Tensor, Tensor]: ...

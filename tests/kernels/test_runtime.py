@@ -307,6 +307,19 @@ def test_a_tensor_that_is_changed_in_place_is_seen(current: SimpleNamespace) -> 
     assert operator.prepared == 4
 
 
+def test_another_device_at_the_same_address_is_seen(
+    current: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a GPU's memory was given back and the address became another's, or the host's."""
+    operator = Operator(Driver())
+    x = torch.zeros(8, 8)
+    operator(x)
+    monkeypatch.setattr(Tensor, "get_device", lambda self: 1)
+    operator(x)
+    assert operator.prepared == 2
+    assert current.entered == [1, 1]  # to prepare, and to launch
+
+
 def test_batches_of_other_sizes_in_the_same_buffers_do_not_displace_each_other(
     current: SimpleNamespace,
 ) -> None:

@@ -237,7 +237,10 @@ class Launch:
         self._function = kernel.function
 
     def __call__(self, stream: int) -> None:
-        """Enqueue on `stream` (a CUstream as torch.cuda.Stream.cuda_stream gives it)."""
+        """Enqueue on `stream` (a CUstream as torch.cuda.Stream.cuda_stream gives it).
+
+        Not by two threads at once, which would have the kernel write the same output anyway.
+        """
         self._config.stream = stream
         status = self._launch(self._config_reference, self._function, self._addresses, None)
         if status != 0:
@@ -252,9 +255,10 @@ def launch(
     """Launch on the current stream of the first tensor's GPU, which need not be the current one.
 
     `prepare` checks and packs: a Launch, or several as one function of the stream. What it gave is
-    called again where the options are equal, and address, shape, strides and dtype of all tensors.
-    So `options` name the operator, hold each of its other arguments, and say which tensors are
-    there if some may be missing.
+    called again where the options are equal, and address, shape, strides and dtype of all tensors,
+    and the GPU: no matter whose memory it was then, nothing else is in what was packed. So
+    `options` name the operator, hold each of its other arguments, and say which tensors are there
+    if some may be missing.
     """
     address, layout = _identify(len(tensors))(*tensors)
     found = _launches.get((options, address))
@@ -308,5 +312,5 @@ def _identify(count: int) -> Callable[..., tuple[tuple[object, ...], tuple[objec
     names = [f"t{i}" for i in range(count)]
     address = ", ".join(f"{name}.data_ptr()" for name in names)
     layout = ", ".join(f"{name}.shape, {name}.stride(), {name}.dtype" for name in names[1:])
-    first = f"shape, t0.stride(), t0.dtype, {layout}"
+    first = f"shape, t0.get_device(), t0.stride(), t0.dtype, {layout}"
     return eval(f"lambda {', '.join(names)}: (({address}, (shape := t0.shape)), ({first}))")
