@@ -1,4 +1,4 @@
-"""FP8 linear against float64 arithmetic on the same quantised inputs; bad input; the assembler."""
+"""FP8 linear against float64 arithmetic on the same quantised inputs; bad input; the tiles."""
 
 import pytest
 import torch

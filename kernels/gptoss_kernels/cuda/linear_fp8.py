@@ -110,8 +110,8 @@ def choose_tile(m: int, n: int, k: int, num_blocks: int) -> LinearTile:
     """The tile for a shape on a device of `num_blocks` multiprocessors.
 
     Of few rows, the narrowest with which one round of blocks does all. Otherwise the least time:
-    rounds, times a tile's area and a little for its start and end. The numbers fit a sweep over
-    tiles on an H200 (tests/bench/bench_linear.py --sweep).
+    rounds, times a tile's area and a little for its start and end. The numbers fit what was timed
+    on an H200: tests/bench/bench_gemm.py --sweep, and linear_stores.txt among its results.
     """
     if m <= 128 and k > BLOCK:
         for tile in _FEW_ROWS_TILES:
