@@ -18,6 +18,7 @@ from served import gaussian_weight, quantised_rows
 from torch import Tensor
 
 from gptoss_kernels import deepgemm
+from gptoss_kernels.cuda.compiler import KernelSpec
 from gptoss_kernels.cuda.linear_fp8 import LinearTile, linear_fp8
 from gptoss_kernels.fp8 import Fp8Weight
 
@@ -33,7 +34,12 @@ SWEPT_TILES = {
     1 << 30: (
         *(LinearTile(columns) for columns in (96, 128, 160, 192)),
         *(LinearTile(columns, cluster_m=2) for columns in (160, 192)),
-        *(LinearTile(128, waves=2, cluster_m=rows, cluster_n=3 - rows) for rows in (1, 2)),
+        *(
+            LinearTile(
+                128, waves=2, cluster_m=rows, cluster_n=3 - rows, stores_boxes=True, unroll=4
+            )
+            for rows in (1, 2)
+        ),
         *(LinearTile(128, m_groups=3, cluster_m=rows, cluster_n=3 - rows) for rows in (1, 2)),
     ),
 }
@@ -83,7 +89,8 @@ def bench_dense(bench: Bench) -> None:
     is_sweep = bench.arguments.sweep
     if is_sweep:
         with concurrent.futures.ProcessPoolExecutor() as pool:
-            list(pool.map(LinearTile.compile, itertools.chain(*SWEPT_TILES.values())))
+            swept_specs = (tile.spec for tile in itertools.chain(*SWEPT_TILES.values()))
+            list(pool.map(KernelSpec.compile, swept_specs))
     tokens = bench.arguments.tokens or TOKENS
     tried("Humming's kernels", partial(compile_humming, tokens))
     for n, k in SHAPES:
