@@ -33,6 +33,8 @@ from gptoss_kernels.cuda.dispatch_fp8 import dispatch_fp8
 from gptoss_kernels.cuda.quantise import quantise
 from gptoss_kernels.cuda.rms_norm_fp8 import rms_norm_fp8
 from gptoss_kernels.fp8 import BLOCK, SWIGLU_GROUP
+from gptoss_kernels.triton_lang.device import lanes_for
+from gptoss_kernels.triton_lang.quantise import group_scale, largest_bits
 
 __all__ = [
     "combine",
@@ -113,7 +115,7 @@ def grouped_swiglu_fp8(
             *(product, bias, expert_start, values, scale, scale.stride(1), inner, len(weight)),
             *(alpha, limit),
             ALIGNMENT=alignment,
-            EXPERTS=triton.next_power_of_2(len(weight)),
+            EXPERTS=lanes_for(len(weight)),
             GROUPS=_GROUPS,
             GROUP=BLOCK,
         )
@@ -143,7 +145,7 @@ def grouped_linear_fp8(
         _unpad_kernel[rows, triton.cdiv(n, _COLUMNS)](
             *(product, bias, expert_start, out, n, len(weight)),
             ALIGNMENT=alignment,
-            EXPERTS=triton.next_power_of_2(len(weight)),
+            EXPERTS=lanes_for(len(weight)),
             COLUMNS=_COLUMNS,
         )
     return out
@@ -195,9 +197,9 @@ def _padded_product(
             *(padded_x.view(torch.int32), padded_scale, padded_scale.stride(1), experts),
             *(k // 4, x_scale.shape[1], num_experts),
             ALIGNMENT=alignment,
-            EXPERTS=triton.next_power_of_2(num_experts),
+            EXPERTS=lanes_for(num_experts),
             WORDS=_COLUMNS,
-            SCALES=triton.next_power_of_2(x_scale.shape[1]),
+            SCALES=lanes_for(x_scale.shape[1]),
         )
     product = torch.empty((total, n), dtype=torch.bfloat16, device=x.device)
     module.m_grouped_fp8_gemm_nt_contiguous(
@@ -304,16 +306,13 @@ def _swiglu_kernel(
     gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
     up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
     y = gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
-    amax = tl.maximum(tl.max(tl.abs(y), axis=1), 1e-10)
-    has_nan = tl.max((y != y).to(tl.int32), axis=1) > 0
-    amax = tl.where(has_nan, float("nan"), amax)
-    factor = tl.div_rn(tl.full((GROUPS,), 448.0, tl.float32), amax)
+    factor, row_scale = group_scale(largest_bits(y))
     columns = GROUP * groups[:, None] + tl.arange(0, GROUP)[None, :]
     quantised = (y * factor[:, None]).to(tl.float8e4nv)
     pointers = values + row.to(tl.int64) * inner + columns
     tl.store(pointers, quantised, mask=columns < inner)
     pointers = scale + groups.to(tl.int64) * scale_stride + row
-    tl.store(pointers, amax * (1.0 / 448.0), mask=groups * GROUP < inner)
+    tl.store(pointers, row_scale, mask=groups * GROUP < inner)
 
 
 @triton.jit
