@@ -349,12 +349,13 @@ def route(x: Tensor, weight: Tensor, bias: Tensor, num_chosen: int) -> tuple[Ten
     """The experts with the largest logits x @ weight^T + bias, and a softmax over those alone.
 
     Logits are in x.dtype, where they tie often: the lowest index wins.
-    x [T, H], weight [E, H], bias [E] -> chosen [T, K] int64, weights [T, K] in x.dtype.
+    x [T, H], weight [E, H], bias [E] -> chosen [T, K] int64, weights [T, K] in x.dtype, both
+    contiguous.
     """
     logits = (x.double() @ weight.double().T + bias).to(x.dtype)
     # torch.topk does not say which of equal values it takes; a stable sort does.
     values, chosen = logits.sort(dim=-1, descending=True, stable=True)
-    values, chosen = values[:, :num_chosen], chosen[:, :num_chosen]
+    values, chosen = values[:, :num_chosen], chosen[:, :num_chosen].contiguous()
     return chosen, torch.softmax(values.float(), dim=-1).to(x.dtype)
 
 

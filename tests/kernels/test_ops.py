@@ -47,9 +47,12 @@ def test_composed_operators_compute_what_the_reference_does(num_tokens: int):
     bias = torch.randn(136)
     assert torch.equal(composed.linear(x, weight, bias), reference.linear(x, weight, bias))
 
-    chosen = torch.rand(num_tokens, num_experts).topk(3).indices
+    router = torch.randn(num_experts, hidden).bfloat16()
+    chosen, chosen_weights = reference.route(x, router, torch.zeros(num_experts), 3)
+    assert chosen.is_contiguous()  # as every dispatch_fp8 demands
+    assert chosen_weights.is_contiguous()
     arguments = (
-        *(x, chosen, torch.rand(num_tokens, 3).bfloat16()),
+        *(x, chosen, chosen_weights),
         *(random_weight(num_experts, 2 * inner, hidden), torch.randn(num_experts, 2 * inner)),
         *(random_weight(num_experts, hidden, inner), torch.randn(num_experts, hidden)),
     )
