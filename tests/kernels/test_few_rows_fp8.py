@@ -305,6 +305,20 @@ def test_nothing_beside_the_outputs_is_written() -> None:
 
 
 @pytest.mark.gpu
+def test_rows_behind_all_experts_are_not_written() -> None:
+    x, x_scale, starts, *weights = random_inputs((3, 0, 5, 4), 640, 320)
+    inputs = [x, x_scale, starts[:4], *(tensor[:3] for tensor in weights)]
+    out = linear(inputs)
+    assert norm_error(out[:8], exact(*inputs)[:8]) < LINEAR_BOUND
+    assert bool(out[8:].isnan().all())
+    values, scale = swiglu(inputs)
+    expected = dequantised(*expected_swiglu(inputs))
+    assert norm_error(dequantised(values, scale)[:8], expected[:8]) < SWIGLU_BOUND
+    assert bool(values[8:].float().isnan().all())
+    assert bool(scale[8:].isnan().all())
+
+
+@pytest.mark.gpu
 def test_x_in_a_wider_matrix() -> None:
     inputs = random_inputs((3, 0, 10), 320, 272)
     wide = torch.zeros(13, 400, device="cuda").to(torch.float8_e4m3fn)

@@ -374,6 +374,23 @@ def test_nothing_beside_the_outputs_is_written() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("tile", [*LINEAR_TILES, *SWIGLU_TILES], ids=str)
+def test_rows_behind_all_experts_are_not_written(tile) -> None:
+    x, x_scale, starts, *weights = random_inputs((70, 0, 130, 40), 640, 320, tile.x_group)
+    inputs = [x, x_scale, starts[:4], *(tensor[:3] for tensor in weights)]
+    if not tile.swiglu:
+        out = linear(inputs, tile)
+        assert norm_error(out[:200], exact(*inputs)[:200]) < LINEAR_BOUND
+        assert bool(out[200:].isnan().all())
+        return
+    values, scale = swiglu(inputs, tile)
+    expected = dequantised(*expected_swiglu(inputs, tile))
+    assert norm_error(dequantised(values, scale)[:200], expected[:200]) < SWIGLU_BOUND
+    assert bool(values[200:].float().isnan().all())
+    assert bool(scale[200:].isnan().all())
+
+
+@pytest.mark.gpu
 def test_no_tokens() -> None:
     assert linear(random_inputs((0, 0), 320, 512, SWIGLU_GROUP)).shape == (0, 320)
     values, scale = swiglu(random_inputs((0, 0), 320, 512, 128))

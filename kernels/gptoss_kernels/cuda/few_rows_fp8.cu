@@ -61,7 +61,7 @@ struct Arguments {
 // y of groups that lie in several blocks, and how many of these have come; the last sets it to 0.
 // One for all launches on a GPU: on a stream each waits for the one before it, and so for all before
 // it, before it writes here. Not so on two streams at once, which few_rows_fp8.py therefore forbids.
-__device__ float scratch[SWIGLU ? MAXIMUM_VALUES : 1];
+__device__ __align__(16) float scratch[SWIGLU ? MAXIMUM_VALUES : 1];  // read by fours
 __device__ unsigned int arrived[SWIGLU ? MAXIMUM_GROUPS : 1];
 
 // ---- instructions that no other kernel has ----------------------------------------------------
@@ -329,8 +329,8 @@ struct Keeper {
         const int num_blocks = cut.block_of(last) - cut.block_of(first) + 1;
         const int num_groups = (arguments.N / 2 + OUT_GROUP - 1) / OUT_GROUP;
         unsigned int* counter = &arrived[index * num_groups + group];
-        __threadfence();
         __syncwarp();
+        __threadfence();  // behind the warp's barrier: for what all of its lanes wrote
         int is_last = 0;
         if (lane == 0) {
             is_last = atomicAdd(counter, 1) == num_blocks - 1;
@@ -338,6 +338,7 @@ struct Keeper {
         }
         if (!__shfl_sync(0xFFFFFFFF, is_last, 0)) return;
         __threadfence();
+        __syncwarp();
         quantise(entry, group);
     }
 

@@ -29,17 +29,18 @@ def grouped_linear_fp8(
 ) -> Tensor:
     """The product in bf16 [R, N], written to `out` if it is given.
 
-    Expert e owns the rows expert_start[e] : expert_start[e + 1]. `x` [R, K] e4m3; `x_scale` fp32
-    [R, ceil(K / 64)] or [R, ceil(K / 128)], laid out as contracts.empty_scale does; `expert_start`
-    int32 [E + 1], from 0 to R, never falling; `weight` [E, N, K] e4m3; `weight_scale` fp32
-    [E, ceil(N / 128), ceil(K / 128)]; `bias` [E, N] fp32. N a multiple of 8, K of 16. Raises
-    ValueError on anything else but the values of `expert_start`, which stay on the device, and
-    runtime.CudaError where there is no Hopper GPU.
+    Expert e owns the rows expert_start[e] : expert_start[e + 1]; rows behind all experts' are not
+    written. `x` [R, K] e4m3; `x_scale` fp32 [R, ceil(K / 64)] or [R, ceil(K / 128)], laid out as
+    contracts.empty_scale does; `expert_start` int32 [E + 1], from 0 to R at most, never falling;
+    `weight` [E, N, K] e4m3; `weight_scale` fp32 [E, ceil(N / 128), ceil(K / 128)]; `bias` [E, N]
+    fp32. N a multiple of 8, K of 16. Raises ValueError on anything else but the values of
+    `expert_start`, which stay on the device, and runtime.CudaError where there is no Hopper GPU.
 
-    All but `x` and `x_scale` is read while the kernel launched just before this one on the stream
-    may still run, so that one must write none of it: `expert_start` comes from two launches before
-    or from further back, as where grouped_swiglu_fp8 lies between. That one lets this one start
-    only after all before it have ended.
+    All but `x` and `x_scale` is read while the operator called just before this one on the stream
+    may still run, so that one must write none of it: `expert_start` is not dispatch_fp8's of the
+    call before (of its launches, even the last but one may still run) but comes from further back,
+    as where grouped_swiglu_fp8 lies between. That one lets this one start only after all before it
+    have ended.
     """
     if out is None:
         rows, n, _ = contracts.sizes(x, weight, 3)

@@ -35,14 +35,14 @@ def grouped_swiglu_fp8(
 ) -> tuple[Tensor, Tensor]:
     """Values e4m3 [R, I], scale fp32 [R, ceil(I / group)], written to `out` if it is given.
 
-    Expert e owns the rows expert_start[e] : expert_start[e + 1]. `x` [R, H] e4m3; `x_scale` fp32
-    [R, ceil(H / 128)]; `expert_start` int32 [E + 1], from 0 to R, never falling; `weight`
-    [E, 2 I, H] e4m3, gate and up rows in turn; `weight_scale` fp32 [E, ceil(2 I / 128),
-    ceil(H / 128)]; `bias` [E, 2 I] fp32. Both scales of activations are laid out as
-    contracts.empty_scale does. `group` is 64 or 128; I and H are multiples of 16. A group counts
-    max |y| as at least 1e-10; one with an inf or a NaN dequantises to NaN. Raises ValueError on
-    anything else but the values of `expert_start`, which stay on the device, and
-    runtime.CudaError where there is no Hopper GPU.
+    Expert e owns the rows expert_start[e] : expert_start[e + 1]; rows behind all experts' are not
+    written. `x` [R, H] e4m3; `x_scale` fp32 [R, ceil(H / 128)]; `expert_start` int32 [E + 1], from
+    0 to R at most, never falling; `weight` [E, 2 I, H] e4m3, gate and up rows in turn;
+    `weight_scale` fp32 [E, ceil(2 I / 128), ceil(H / 128)]; `bias` [E, 2 I] fp32. Both scales of
+    activations are laid out as contracts.empty_scale does. `group` is 64 or 128; I and H are
+    multiples of 16. A group counts max |y| as at least 1e-10; one with an inf or a NaN dequantises
+    to NaN. Raises ValueError on anything else but the values of `expert_start`, which stay on the
+    device, and runtime.CudaError where there is no Hopper GPU.
 
     Whatever the launches before this one on the stream wrote may be read. Where the next launch is
     grouped_linear_fp8, it reads all but its `x` and `x_scale` while this one may still run: none of
