@@ -1,22 +1,41 @@
 """DeepGEMM's products with bias, SwiGLU and padding around them, against the reference; bad input.
 
-The tests on a GPU are skipped only where the library is not installed: it is an extra of its own.
+What is around the products is compiled without a GPU, and interpreted beside a stand-in for the
+library. The tests on a GPU are skipped only where the library is not installed: it is an extra.
 """
 
+import contextlib
 import importlib.util
+from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
 
 import pytest
 import torch
+from triton import knobs
 
 from gptoss_kernels import deepgemm, reference
 from gptoss_kernels.contracts import empty_scale
-from gptoss_kernels.deepgemm import DeepGemmError, padded_rows
+from gptoss_kernels.deepgemm import DeepGemmError, library, padded_rows
+from gptoss_kernels.triton_lang.device import INTERPRETED
 
-needs_library = pytest.mark.skipif(
-    importlib.util.find_spec("deep_gemm") is None, reason="sgl-deep-gemm is not installed"
-)
+from .triton_lang_compiler import compiling_for
+from .triton_lang_interpreter import REMARKS, interpret, round_as_hardware_does
+
+pytestmark = pytest.mark.filterwarnings(*REMARKS)
+DEVICE = "cpu" if INTERPRETED else "cuda"
+Operand = tuple[torch.Tensor, torch.Tensor]
+
+
+def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
+    """With the library itself."""
+    is_missing = importlib.util.find_spec("deep_gemm") is None
+    needs_library = pytest.mark.skipif(is_missing, reason="sgl-deep-gemm is not installed")
+    return pytest.mark.gpu(needs_library(test))
+
+
+# With the library on a GPU, or where kernels are interpreted with the stand-in.
+runs = (lambda test: test) if INTERPRETED else on_gpu
 
 # Two roundings to bf16, of the product and of the sum, of 1.7e-3 each.
 LINEAR_BOUND = 4e-3
@@ -44,10 +63,52 @@ ROWS = (
     (33,) * 40,
 )
 SHAPES = ((64, 144), (320, 2880))
+if INTERPRETED:  # a program takes a millisecond
+    ROWS = ((0, 0, 0, 1, 0, 0), (0, 129, 0, 1, 3, 0))
+    SHAPES = ((64, 144), (144, 1040))
+DENSE = ((1, 128, 128), (3, 320, 2880), (257, 2880, 4096))[: 2 if INTERPRETED else 3]
+
+
+class StandIn:
+    """What the library is asked for, in fp32: blocks of rows by their expert, none of -1."""
+
+    def get_mk_alignment_for_contiguous_layout(self) -> int:
+        return 128
+
+    def fp8_gemm_nt(self, x: Operand, weight: Operand, out: torch.Tensor) -> None:
+        rows, columns = x[0].shape
+        assert x[1].stride() == empty_scale(rows, columns, "cpu").stride()
+        scale = weight[1].repeat_interleave(128, dim=0)[: len(weight[0])]
+        out.copy_(dequantised(*x) @ dequantised(weight[0], scale).t())
+
+    def m_grouped_fp8_gemm_nt_contiguous(
+        self, x: Operand, weight: Operand, out: torch.Tensor, experts: torch.Tensor
+    ) -> None:
+        out.fill_(torch.nan)
+        for first in range(0, len(out), 128):
+            block, expert = slice(first, first + 128), int(experts[first])
+            if expert >= 0:
+                x_scale = empty_scale(128, x[0].shape[1], "cpu").copy_(x[1][block])
+                own_weight = (weight[0][expert], weight[1][expert])
+                self.fp8_gemm_nt((x[0][block], x_scale), own_weight, out[block])
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deepgemm, "library", StandIn)
+    monkeypatch.setattr(deepgemm.contracts, "check_gpu", lambda x: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+
+
+if INTERPRETED:
+
+    @pytest.fixture(autouse=True)
+    def _instead_of_a_gpu(stand_in: None, monkeypatch: pytest.MonkeyPatch) -> None:
+        round_as_hardware_does(monkeypatch)
 
 
 def random_inputs(
-    rows: tuple[int, ...], n: int, k: int, device: str = "cuda"
+    rows: tuple[int, ...], n: int, k: int, device: str = DEVICE
 ) -> list[torch.Tensor]:
     """Inputs whose products and biases are about 2, so that SwiGLU's clamps and curve matter."""
     torch.manual_seed(sum(rows) + n + k)
@@ -63,7 +124,7 @@ def random_inputs(
     return [x.to(device), x_scale, *(tensor.to(device) for tensor in others)]
 
 
-def dense_inputs(m: int, n: int, k: int, device: str = "cuda") -> list[torch.Tensor]:
+def dense_inputs(m: int, n: int, k: int, device: str = DEVICE) -> list[torch.Tensor]:
     x, x_scale, _, weight, weight_scale, bias = random_inputs((m,), n, k, device)
     return [x, x_scale, weight[0], weight_scale[0], bias[0]]
 
@@ -104,16 +165,15 @@ def is_close(
     return is_small or norm_error(dequantised(*out), dequantised(*expected)) < bound
 
 
-@pytest.mark.gpu
-@needs_library
+@runs
 @pytest.mark.parametrize("has_residual", [False, True])
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 128, 128), (3, 320, 2880), (257, 2880, 4096)])
+@pytest.mark.parametrize(("m", "n", "k"), DENSE)
 def test_linear_error_is_that_of_two_roundings(m, n, k, has_bias, has_residual) -> None:
     *product, bias = dense_inputs(m, n, k)
     options = {
         "bias": bias if has_bias else None,
-        "residual": torch.randn(m, n, device="cuda").bfloat16() if has_residual else None,
+        "residual": torch.randn(m, n, device=DEVICE).bfloat16() if has_residual else None,
     }
     out = deepgemm.linear_fp8(*product, **options)
     expected = reference.linear_fp8(*product, **options, dtype=torch.float32)
@@ -124,8 +184,7 @@ def test_linear_error_is_that_of_two_roundings(m, n, k, has_bias, has_residual) 
             assert norm_error(without, expected) > 10 * LINEAR_BOUND
 
 
-@pytest.mark.gpu
-@needs_library
+@runs
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 @pytest.mark.parametrize("rows", ROWS, ids=str)
 def test_grouped_linear_error_is_that_of_two_roundings(rows, n, k) -> None:
@@ -137,14 +196,13 @@ def test_grouped_linear_error_is_that_of_two_roundings(rows, n, k) -> None:
     assert norm_error(out, wrong) > 10 * LINEAR_BOUND
 
 
-@pytest.mark.gpu
-@needs_library
+@runs
 @pytest.mark.parametrize(("inner", "k"), SHAPES)
 @pytest.mark.parametrize("rows", ROWS, ids=str)
 def test_swiglu_is_that_of_a_rounded_product(rows, inner, k) -> None:
     inputs = random_inputs(rows, 2 * inner, k)
     out = deepgemm.grouped_swiglu_fp8(*inputs, **SWIGLU)
-    assert out[1].stride() == empty_scale(len(out[0]), inner, "cuda").stride()
+    assert out[1].stride() == empty_scale(len(out[0]), inner, DEVICE).stride()
     assert is_close(out, of_rounded_product(inputs), SAME_BOUND, SAME_SHARE)
     function = reference.grouped_swiglu_fp8(*inputs, **SWIGLU)
     assert is_close(out, function, ROUNDED_BOUND, ROUNDED_SHARE)
@@ -175,30 +233,27 @@ def wrong_functions(inputs: list[torch.Tensor]) -> list[tuple[torch.Tensor, torc
     ]
 
 
-@pytest.mark.gpu
-@needs_library
+@runs
 def test_a_scale_with_more_room_between_its_columns_gives_the_same() -> None:
     x, x_scale, *others = dense_inputs(5, 320, 2880)
-    roomy = empty_scale(64, 2880, "cuda").fill_(torch.nan)[:5]
+    roomy = empty_scale(64, 2880, DEVICE).fill_(torch.nan)[:5]
     roomy.copy_(x_scale)
     assert roomy.stride() != x_scale.stride()
     expected = deepgemm.linear_fp8(*[x, x_scale, *others])
     assert torch.equal(deepgemm.linear_fp8(*[x, roomy, *others]), expected)
 
 
-@pytest.mark.gpu
-@needs_library
+@runs
 def test_one_nan_makes_its_group_nan_and_no_other() -> None:
     inputs = random_inputs((3, 2, 0, 0, 0, 0), 2 * 320, 2880)
     inputs[5][1, 2 * 130] = torch.nan  # the gate of column 130 of the second expert
     values, scale = deepgemm.grouped_swiglu_fp8(*inputs, **SWIGLU)
-    expected = torch.zeros(5, 320, dtype=torch.bool, device="cuda")
+    expected = torch.zeros(5, 320, dtype=torch.bool, device=DEVICE)
     expected[3:, 128:256] = True
     assert torch.equal(dequantised(values, scale).isnan(), expected)
 
 
-@pytest.mark.gpu
-@needs_library
+@on_gpu
 def test_a_graph_follows_the_offsets_that_change_on_the_device() -> None:
     rows, others = (5, 0, 130, 0, 0, 0), (0, 134, 0, 0, 0, 1)
     inputs = random_inputs(rows, 2 * 64, 144)
@@ -213,8 +268,7 @@ def test_a_graph_follows_the_offsets_that_change_on_the_device() -> None:
     assert is_close((values, scale), expected, SAME_BOUND, SAME_SHARE)
 
 
-@pytest.mark.gpu
-@needs_library
+@runs
 def test_no_rows() -> None:
     inputs = random_inputs((0, 0), 2 * 64, 144)
     values, scale = deepgemm.grouped_swiglu_fp8(*inputs, **SWIGLU)
@@ -223,14 +277,14 @@ def test_no_rows() -> None:
     assert deepgemm.linear_fp8(*dense_inputs(0, 64, 144)).shape == (0, 64)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("group", [64, 32])
-def test_another_group_is_refused(group) -> None:
-    inputs = random_inputs((2,), 2 * 64, 144)
+def test_another_group_is_refused(group, stand_in) -> None:
+    inputs = random_inputs((2,), 2 * 64, 144, "cpu")
     with pytest.raises(ValueError, match=f"group must be 128 with DeepGEMM, got {group}"):
         deepgemm.grouped_swiglu_fp8(*inputs, **{**SWIGLU, "group": group})
 
 
+@pytest.mark.skipif(INTERPRETED, reason="the stand-in takes tensors on the CPU")
 @pytest.mark.parametrize(
     "call",
     [
@@ -276,7 +330,7 @@ def test_a_missing_library_is_named_with_how_to_install_it(monkeypatch) -> None:
 
     monkeypatch.setattr(deepgemm.importlib, "import_module", missing)
     with pytest.raises(DeepGemmError, match=r'pip install "gptoss-backend\[deepgemm\]"'):
-        deepgemm.library.__wrapped__()
+        library.__wrapped__()
 
 
 @pytest.mark.parametrize(
@@ -285,3 +339,26 @@ def test_a_missing_library_is_named_with_how_to_install_it(monkeypatch) -> None:
 def test_padded_rows_hold_any_layout(rows) -> None:
     needed = sum(-(-own // 128) * 128 for own in rows)
     assert needed <= padded_rows(sum(rows), len(rows), 128) <= needed + 128 * len(rows)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter replaces the compiler")
+def test_what_is_around_the_products_compiles_for_hopper_without_spills(
+    tmp_path, stand_in, monkeypatch
+) -> None:
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setattr(StandIn, "m_grouped_fp8_gemm_nt_contiguous", lambda *operands: None)
+    inputs = random_inputs((2, 0, 6), 2 * 2880, 2880, "cpu")
+    dense = dense_inputs(2, 320, 2880, "cpu")
+    with compiling_for(90) as compiled:
+        deepgemm.grouped_swiglu_fp8(*inputs, **SWIGLU)
+        deepgemm.grouped_linear_fp8(*inputs)
+        deepgemm.linear_fp8(*dense, residual=torch.zeros(2, 320).bfloat16())
+    assert len(compiled) == 5  # rows are filled up before each of the two
+    for kernel in compiled:
+        assert (kernel.stack_bytes, kernel.local_bytes) == (0, 0), kernel.name
+
+
+@pytest.mark.skipif(INTERPRETED, reason="would start itself")
+def test_the_interpreter_agrees() -> None:
+    """The tests above, in a process that interprets what they launch beside the stand-in."""
+    interpret(__file__)

@@ -8,15 +8,10 @@ there they are replaced by torch's; what is left to find are wrong indices and w
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
-import sys
 from itertools import accumulate, pairwise
 
-import numpy as np
 import pytest
 import torch
-import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
@@ -37,6 +32,7 @@ from gptoss_kernels.triton_lang.operators import (
 )
 
 from .triton_lang_compiler import Compiled, compiling_for
+from .triton_lang_interpreter import REMARKS, interpret, round_as_hardware_does
 
 INTERPRETED = device.INTERPRETED
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -93,12 +89,7 @@ if not INTERPRETED:  # which takes a second for what a GPU does at once
     ]
     ROUTINGS += [(32, 1, 700), (128, 4, 5000), (512, 8, 1000)]
 
-# NumPy, in which the interpreter computes, remarks on what is not finite or overflows, and on how
-# the interpreter makes a scalar.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
-]
+pytestmark = pytest.mark.filterwarnings(*REMARKS)
 
 # Deselected without a GPU, but for the process that interprets.
 runs = (lambda test: test) if INTERPRETED else pytest.mark.gpu
@@ -114,24 +105,8 @@ swiglu_tiles = pytest.mark.parametrize("tile", [tile for _, tile, _ in SWIGLU_WA
 
 @pytest.fixture(autouse=True)
 def _exact_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not INTERPRETED:
-        return
-    types = {
-        tl.float32: torch.float32,
-        tl.float16: torch.float16,
-        tl.bfloat16: torch.bfloat16,
-        tl.float8e4nv: E4M3,
-    }
-    integers = {8: np.uint8, 16: np.int16, 32: np.int32}
-
-    def convert(data: np.ndarray, source: tl.dtype, target: tl.dtype, rounding: object):
-        integer = integers[source.primitive_bitwidth]
-        tensor = torch.from_numpy(np.ascontiguousarray(data).view(integer)).view(types[source])
-        bits = tensor.float().to(types[target]).view(torch.uint8).numpy()
-        unsigned = getattr(np, f"uint{target.primitive_bitwidth}")
-        return bits.view(unsigned).reshape(data.shape)
-
-    monkeypatch.setattr("triton.runtime.interpreter._convert_float", convert)
+    if INTERPRETED:
+        round_as_hardware_does(monkeypatch)
 
 
 @pytest.fixture
@@ -734,10 +709,6 @@ def test_the_largest_tiles_compile_for_ada(
 
 
 @pytest.mark.skipif(INTERPRETED, reason="would start itself")
-def test_the_interpreter_agrees(tmp_path: object) -> None:
+def test_the_interpreter_agrees() -> None:
     """All tests above, in a process that interprets what they launch."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert " passed" in done.stdout
+    interpret(__file__)
