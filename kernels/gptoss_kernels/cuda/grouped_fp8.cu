@@ -140,6 +140,11 @@ struct Scheduler {
         return shared + TABLE_OFFSET + expert * 4;
     }
 
+    // What is read before the wait is read past L1, which may be older than what dispatch wrote.
+    __device__ __forceinline__ int start_of(int expert) const {
+        return SWIGLU ? experts.start[expert] : __ldcg(experts.start + expert);
+    }
+
     __device__ __forceinline__ int num_columns() const {
         return (arguments.N + BLOCK_N - 1) / BLOCK_N;
     }
@@ -147,7 +152,7 @@ struct Scheduler {
     // Jobs of one expert: of whole clusters of columns, and of columns left alone, which are twice
     // as high since the two blocks of a cluster share the rows.
     __device__ __forceinline__ int num_tiles(int expert) const {
-        const int rows = experts.start[expert + 1] - experts.start[expert];
+        const int rows = start_of(expert + 1) - start_of(expert);
         return (rows + BLOCK_M - 1) / BLOCK_M * (num_columns() / CLUSTER_N) +
                (rows + CLUSTER_N * BLOCK_M - 1) / (CLUSTER_N * BLOCK_M) *
                    (num_columns() % CLUSTER_N);
@@ -188,8 +193,8 @@ struct Scheduler {
             else
                 end = middle;
         }
-        const int start = experts.start[expert];
-        const int end = experts.start[expert + 1];
+        const int start = start_of(expert);
+        const int end = start_of(expert + 1);
         const int num_clusters = num_columns() / CLUSTER_N;
         const int num_m = (end - start + BLOCK_M - 1) / BLOCK_M;
         int inside = index - load_shared_int(table(expert));
