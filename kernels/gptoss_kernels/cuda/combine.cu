@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const int row = arguments.rows[token * CHOSEN + k];
         const bool is_row = 0 <= row && row < arguments.num_rows;
         weights[k] =
-            is_row ? low_float(arguments.chosen_weights[token * CHOSEN + k]) : __int_as_float(-1);
+            is_row ? low_bf16(arguments.chosen_weights[token * CHOSEN + k]) : __int_as_float(-1);
         rows[k].load(arguments.outputs + (is_row ? row : 0) * arguments.outputs_stride,
                      columns, place);
     }
@@ -38,8 +38,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
             for (int k = 0; k < CHOSEN; ++k) {
                 // Not fused: as the reference rounds products that are too small for a normal fp32.
-                low = __fadd_rn(low, __fmul_rn(low_float(rows[k].words[v][i]), weights[k]));
-                high = __fadd_rn(high, __fmul_rn(high_float(rows[k].words[v][i]), weights[k]));
+                low = __fadd_rn(low, __fmul_rn(low_bf16(rows[k].words[v][i]), weights[k]));
+                high = __fadd_rn(high, __fmul_rn(high_bf16(rows[k].words[v][i]), weights[k]));
             }
             sums.words[v][i] = pack_bf16(low, high);
         }

@@ -44,7 +44,7 @@ __device__ __forceinline__ void add(Row& hidden, const Row& update) {
         for (int i = 0; i < 4; ++i) {
             const uint32_t a = hidden.words[v][i], b = update.words[v][i];
             hidden.words[v][i] =
-                pack_bf16(low_float(a) + low_float(b), high_float(a) + high_float(b));
+                pack_bf16(low_bf16(a) + low_bf16(b), high_bf16(a) + high_bf16(b));
         }
     }
 }
@@ -58,7 +58,7 @@ __device__ __forceinline__ float sum_of_squares(const Row& row, const Place& pla
         sums[v] = 0;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const float low = low_float(row.words[v][i]), high = high_float(row.words[v][i]);
+            const float low = low_bf16(row.words[v][i]), high = high_bf16(row.words[v][i]);
             sums[v] = fmaf(low, low, sums[v]);
             sums[v] = fmaf(high, high, sums[v]);
         }
@@ -120,8 +120,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const uint32_t pair = x.words[v][i];
-            x.words[v][i] = pack_bf16(low_float(pair) * factor * weight.values[2 * i],
-                                      high_float(pair) * factor * weight.values[2 * i + 1]);
+            x.words[v][i] = pack_bf16(low_bf16(pair) * factor * weight.values[2 * i],
+                                      high_bf16(pair) * factor * weight.values[2 * i + 1]);
         }
     }
 #if FP8

@@ -22,11 +22,6 @@ struct Place {
     __device__ __forceinline__ int column(int v) const { return 8 * (32 * chunk(v) + lane); }
 };
 
-__device__ __forceinline__ float low_float(uint32_t pair) { return __uint_as_float(pair << 16); }
-__device__ __forceinline__ float high_float(uint32_t pair) {
-    return __uint_as_float(pair & 0xFFFF0000);
-}
-
 // Zeros where it is not inside. Past L1: what is read here is read once, and L1 may be older than
 // what a kernel before the previous one wrote, which dispatch_move reads without waiting.
 __device__ __forceinline__ void load_vector(uint32_t (&words)[4], const bf16* pointer,
@@ -105,8 +100,8 @@ struct Quantised {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const uint32_t a = pairs[2 * i], b = pairs[2 * i + 1];
-                words[v][i] = pack_e4m3(low_float(a) * factor, high_float(a) * factor,
-                                        low_float(b) * factor, high_float(b) * factor);
+                words[v][i] = pack_e4m3(low_bf16(a) * factor, high_bf16(a) * factor,
+                                        low_bf16(b) * factor, high_bf16(b) * factor);
             }
         }
     }
