@@ -160,6 +160,7 @@ def check_rows(name: str, matrix: Tensor) -> None:
             f"{name} must have adjacent columns, and rows of their own at multiples of 16 bytes, "
             f"got strides {matrix.stride()}"
         )
+    check_pitch(name, pitch)
     check_start(name, matrix)
 
 
@@ -172,7 +173,14 @@ def check_scale(name: str, scale: Tensor) -> None:
             f"{name} must be stored by column, columns at multiples of 4 elements "
             f"(see empty_scale), got strides {scale.stride()} for {rows} rows"
         )
+    check_pitch(name, scale.stride(1))
     check_start(name, scale)
+
+
+def check_pitch(name: str, pitch: int) -> None:
+    """Kernels are told it in 32 bits."""
+    if pitch >= 2**31:
+        raise ValueError(f"{name} must have a stride below 2^31 elements, got {pitch}")
 
 
 def check_start(name: str, tensor: Tensor) -> None:

@@ -290,3 +290,16 @@ def test_the_group_is_told_by_the_shapes(columns: int, group: int) -> None:
     assert contracts.x_group(x, x_scale) == group
     # What fits neither is refused as 64 would want it.
     assert contracts.x_group(x, x_scale[:, :0]) == 64
+
+
+def test_strides_that_32_bits_do_not_hold_are_refused() -> None:
+    def rows(pitch: int) -> Tensor:
+        return torch.empty_strided((2, H), (pitch, 1), dtype=E4M3, device="meta")
+
+    def scale(pitch: int) -> Tensor:
+        return torch.empty_strided((2, 3), (1, pitch), device="meta")
+
+    for check, make in ((contracts.check_rows, rows), (contracts.check_scale, scale)):
+        check("x", make(2**31 - 16))
+        with pytest.raises(ValueError, match=r"x must have a stride below 2\^31 elements, got 2147"):
+            check("x", make(2**31))
