@@ -301,5 +301,5 @@ def test_strides_that_32_bits_do_not_hold_are_refused() -> None:
 
     for check, make in ((contracts.check_rows, rows), (contracts.check_scale, scale)):
         check("x", make(2**31 - 16))
-        with pytest.raises(ValueError, match=r"x must have a stride below 2\^31 elements, got 2147"):
+        with pytest.raises(ValueError, match=r"x must have a stride below 2\^31 elements, got"):
             check("x", make(2**31))
