@@ -491,7 +491,7 @@ def test_a_graph_follows_where_the_rows_move(total: int, group: int) -> None:
 def test_two_streams_at_once() -> None:
     inputs = [random_inputs((300 + 7 * i, 0, 64), 640, 1024, SWIGLU_GROUP) for i in range(2)]
     expected = [linear(one) for one in inputs]
-    outs = [torch.empty_like(one) for one in expected]
+    outs = [torch.full_like(one, torch.nan) for one in expected]
     streams = [torch.cuda.Stream() for _ in inputs]
     torch.cuda.synchronize()
     for _ in range(50):
