@@ -113,10 +113,15 @@ def check_inputs(
 
 
 def check_output(
-    name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], x: Tensor
+    name: str,
+    tensor: Tensor,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    x: Tensor,
+    x_name: str = "x",
 ) -> None:
     """A matrix by rows, or fp32 scales by columns."""
-    check_type(name, tensor, dtype, x)
+    check_type(name, tensor, dtype, x, x_name)
     check_shape(name, tensor, shape)
     if dtype == torch.float32:
         check_scale(name, tensor)
@@ -265,7 +270,7 @@ def check_dispatch_inputs(x: Tensor, chosen: Tensor, num_experts: int) -> None:
         raise ValueError("K must be at least 1, got 0")
     check_num_experts(num_experts)
     if chosen.numel() > MAXIMUM_CHOICES:
-        raise ValueError(f"T K must be at most 2^30, got {chosen.numel()}")
+        raise ValueError(f"T K must be at most {MAXIMUM_CHOICES}, got {chosen.numel()}")
 
 
 def check_dispatched(out: Dispatched, x: Tensor, chosen: Tensor, num_experts: int) -> None:

@@ -32,7 +32,7 @@ def combine(
     (num_tokens, num_chosen), (num_rows, columns) = rows.shape, outputs.shape
     if out is None:
         out = outputs.new_empty(num_tokens, columns)
-    contracts.check_output("out", out, torch.bfloat16, (num_tokens, columns), outputs)
+    contracts.check_output("out", out, torch.bfloat16, (num_tokens, columns), outputs, "outputs")
     device.check_device(outputs)
     if num_tokens:
         with device.current(outputs):
