@@ -30,7 +30,7 @@ struct Arguments {
 };
 
 __device__ __forceinline__ int expert_of(const Arguments& arguments, int choice) {
-    // Past L1, which may be older than what the kernel before the previous one wrote.
+    // Past L1: dispatch_place reads them before its wait.
     const Choice expert = __ldcg(arguments.chosen + choice);
     return expert < EXPERTS ? int(expert) : EXPERTS;
 }

@@ -6,8 +6,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int e = threadIdx.x; e < BUCKETS; e += THREADS) counts[e] = 0;
     __syncthreads();
     wait_for_previous_kernels();
-    // Not before: dispatch_place and dispatch_move read `chosen` and `x` without waiting for the
-    // kernels before them, and so may not begin until those that wrote both have ended.
+    // Not before the wait: dispatch_place reads `chosen`, and dispatch_move `x`, before theirs.
     allow_next_kernel();
     const int num_choices = arguments.num_tokens * CHOSEN;
     const int end = first_choice(num_choices, blockIdx.x + 1, gridDim.x);

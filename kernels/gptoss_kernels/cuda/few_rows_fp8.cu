@@ -13,7 +13,7 @@
 // them to come quantises it.
 //
 // As in grouped_fp8.cu the product without SwiGLU finds its entries and sends for its first weights
-// without a wait for the kernel before it, which therefore writes neither weights nor expert_start.
+// before it waits for the kernel before it.
 //
 // Defined by whoever compiles this: SWIGLU, OUT_GROUP, X_GROUP, K, WARPS, STAGES, SHARED_BYTES,
 // MAXIMUM_ROWS, MAXIMUM_VALUES, MAXIMUM_GROUPS.
@@ -59,8 +59,8 @@ struct Arguments {
 };
 
 // y of groups that lie in several blocks, and how many of these have come; the last sets it to 0.
-// One for all launches on a GPU: on a stream each waits for the one before it, and so for all before
-// it, before it writes here. Not so on two streams at once, which few_rows_fp8.py therefore forbids.
+// One for all launches on a GPU: on a stream each waits for those before it before it writes here.
+// Not so on two streams at once, which few_rows_fp8.py therefore forbids.
 __device__ __align__(16) float scratch[SWIGLU ? MAXIMUM_VALUES : 1];  // read by fours
 __device__ unsigned int arrived[SWIGLU ? MAXIMUM_GROUPS : 1];
 
@@ -378,7 +378,6 @@ struct Keeper {
             send_for(ahead, slot);
         __syncthreads();
         if constexpr (!SWIGLU) wait_for_previous_kernels();
-        // Not before the wait: the kernel after this one may read what came before this one.
         allow_next_kernel();
         for (Ring ring; !walk.is_done(); ring.advance()) {
             const float4 bias = bias_of(walk);

@@ -22,8 +22,8 @@
 // not stored.
 //
 // Every launch lets the next one's blocks take its multiprocessors as they become free. That of
-// SWIGLU = 0 hands out its first tiles and fetches their weights without a wait for the kernel
-// before it, which therefore writes neither weights nor expert_start.
+// SWIGLU = 0 hands out its first tiles and fetches their weights before it waits for the kernel
+// before it.
 //
 // Defined by whoever compiles this, beside what gemm_fp8.cuh wants: SWIGLU, OUT_GROUP, X_BOX (rows
 // of x that one load brings), MAXIMUM_EXPERTS, COUNTERS.
@@ -140,7 +140,7 @@ struct Scheduler {
         return shared + TABLE_OFFSET + expert * 4;
     }
 
-    // What is read before the wait is read past L1, which may be older than what dispatch wrote.
+    // Without SwiGLU before the wait, and so past L1.
     __device__ __forceinline__ int start_of(int expert) const {
         return SWIGLU ? experts.start[expert] : __ldcg(experts.start + expert);
     }

@@ -371,7 +371,20 @@ __device__ __forceinline__ void cluster_sync() {
             : "memory");
 }
 
-// Until the kernels before this one have ended and their writes are visible.
+// Until the kernels before this one have ended and their writes are visible. The rules of early
+// launch, for all kernels here:
+//
+// - A kernel's blocks may begin when each block of the one before has allowed it, or ended.
+// - Every block waits before it ends, whether or not it has work. So a kernel's end is the end of
+//   all before it, too, and to wait for the one before is to wait for all.
+// - Every block waits before it allows. So when the next kernel begins, all before this one have
+//   ended: before its own wait it may read what those wrote, and nothing that this one writes.
+//   dispatch_place and dispatch_move alone allow first. Beside them dispatch_count may still run,
+//   which keeps the rule: what follows them reads, before its wait, only what is older than that.
+// - Nothing is written to global memory before the wait.
+// - What is read before the wait is read past L1, which until then may be older than what a kernel
+//   before the previous one wrote. Weights, their scales and biases, which no kernel writes while a
+//   model runs, may come through it.
 __device__ __forceinline__ void wait_for_previous_kernels() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 }

@@ -22,8 +22,7 @@ struct Place {
     __device__ __forceinline__ int column(int v) const { return 8 * (32 * chunk(v) + lane); }
 };
 
-// Zeros where it is not inside. Past L1: what is read here is read once, and L1 may be older than
-// what a kernel before the previous one wrote, which dispatch_move reads without waiting.
+// Zeros where it is not inside. Past L1: all here is read once, by dispatch_move before its wait.
 __device__ __forceinline__ void load_vector(uint32_t (&words)[4], const bf16* pointer,
                                             bool is_inside) {
     words[0] = words[1] = words[2] = words[3] = 0;
