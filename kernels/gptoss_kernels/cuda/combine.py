@@ -14,9 +14,13 @@ from torch import Tensor
 from gptoss_kernels import contracts
 from gptoss_kernels.cuda import runtime
 from gptoss_kernels.cuda.gemm_fp8 import launch
-from gptoss_kernels.cuda.rows import RowLayout, check_layout, check_row_matrix, row_spec
-
-MAXIMUM_CHOSEN = 8
+from gptoss_kernels.cuda.rows import (
+    RowLayout,
+    check_columns,
+    check_layout,
+    check_num_chosen,
+    row_spec,
+)
 
 _FEW_TOKENS = 256
 _VECTORS_UNDER_WAY = 8  # of the rows that a lane adds up, where there are many tokens
@@ -38,11 +42,8 @@ def combine(
     device, and runtime.CudaError where there is no Hopper GPU.
     """
     if out is None:
-        if outputs.dim() != 2 or rows.dim() != 2:
-            raise ValueError(
-                f"outputs must be [R, H] and rows [T, K], got {list(outputs.shape)} and "
-                f"{list(rows.shape)}"
-            )
+        if outputs.dim() != 2 or rows.dim() != 2:  # all else is checked later
+            contracts.check_combine_inputs(outputs, rows, chosen_weights)
         out = outputs.new_empty(rows.shape[0], outputs.shape[1])
     tensors = (outputs, rows, chosen_weights, out)
     if rows.shape[0] == 0:
@@ -71,19 +72,14 @@ def choose_combine_layout(num_tokens: int, columns: int, num_chosen: int) -> Row
 
 
 def _check(outputs: Tensor, rows: Tensor, chosen_weights: Tensor, out: Tensor) -> None:
-    columns = outputs.shape[-1]
-    check_row_matrix("outputs", outputs, columns, outputs)
-    contracts.check_type("rows", rows, torch.int32, outputs)
-    if rows.dim() != 2 or not 0 < rows.shape[1] <= MAXIMUM_CHOSEN:
-        raise ValueError(f"rows must be [T, K], K from 1 to 8, got {list(rows.shape)}")
-    contracts.check_contiguous("rows", rows)
-    contracts.check_type("chosen_weights", chosen_weights, torch.bfloat16, outputs)
-    contracts.check_shape("chosen_weights", chosen_weights, tuple(rows.shape))
-    contracts.check_contiguous("chosen_weights", chosen_weights)
-    contracts.check_output("out", out, torch.bfloat16, (rows.shape[0], columns), outputs)
+    contracts.check_combine_inputs(outputs, rows, chosen_weights)
+    check_columns("outputs", outputs)
+    check_num_chosen(rows.shape[1])
+    shape = (rows.shape[0], outputs.shape[1])
+    contracts.check_output("out", out, torch.bfloat16, shape, outputs, "outputs")
     if rows.numel() and not len(outputs):
         raise ValueError("outputs must have rows where there are tokens, got none")
-    contracts.check_gpu(outputs)
+    contracts.check_gpu(outputs, "outputs")
 
 
 def _prepare(

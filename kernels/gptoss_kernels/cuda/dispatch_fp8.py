@@ -16,15 +16,11 @@ import torch
 from torch import Tensor
 
 from gptoss_kernels import contracts
-from gptoss_kernels.contracts import MAXIMUM_EXPERTS, Dispatched, empty_scale
+from gptoss_kernels.contracts import Dispatched
 from gptoss_kernels.cuda import runtime
 from gptoss_kernels.cuda.gemm_fp8 import launch
-from gptoss_kernels.cuda.rows import RowLayout, check_row_matrix, row_spec
+from gptoss_kernels.cuda.rows import RowLayout, check_columns, check_num_chosen, row_spec
 from gptoss_kernels.fp8 import BLOCK
-
-MAXIMUM_CHOSEN = 8
-
-MAXIMUM_CHOICES = 2**30  # kernels count them, and some beyond the last, with 31 bits
 
 # For which one launch and three were the fastest: see docs/LOG.md.
 _MOST_FOR_ONE, _MOST_FOR_THREE = 3072, 32768
@@ -52,7 +48,9 @@ def dispatch_fp8(
     given. Raises ValueError on anything else, and runtime.CudaError where there is no Hopper GPU.
     """
     if out is None:
-        out = _empty(x, chosen, num_experts)
+        if x.dim() != 2 or num_experts < 1:  # all else is checked later, once for many calls
+            contracts.check_dispatch_inputs(x, chosen, num_experts)
+        out = contracts.empty_dispatched(x, chosen, num_experts)
     launches = launches or choose_launches(chosen.numel())
     if launches == 1:
         launch(
@@ -153,51 +151,11 @@ def _scratch_sizes(
     return counts, x.shape[0] * _scales_of_token(x.shape[-1]), num_choices
 
 
-def _check_inputs(x: Tensor, chosen: Tensor, num_experts: int) -> None:
-    if x.dim() != 2 or chosen.dim() != 2 or x.shape[0] != chosen.shape[0]:
-        raise ValueError(
-            f"x [T, H] and chosen [T, K] must agree in T, got {list(x.shape)} and "
-            f"{list(chosen.shape)}"
-        )
-    check_row_matrix("x", x, x.shape[1], x)
-    if chosen.dtype not in _CHOICE_BYTES:
-        raise ValueError(f"chosen must be torch.int64 or torch.int32, got {chosen.dtype}")
-    contracts.check_type("chosen", chosen, chosen.dtype, x)
-    contracts.check_contiguous("chosen", chosen)
-    if not 0 < chosen.shape[1] <= MAXIMUM_CHOSEN:
-        raise ValueError(f"K must be from 1 to {MAXIMUM_CHOSEN}, got {chosen.shape[1]}")
-    if not 0 < num_experts <= MAXIMUM_EXPERTS:
-        raise ValueError(f"there must be 1 to {MAXIMUM_EXPERTS} experts, got {num_experts}")
-    if chosen.numel() > MAXIMUM_CHOICES:
-        raise ValueError(f"T K must be at most {MAXIMUM_CHOICES}, got {chosen.numel()}")
-
-
-def _empty(x: Tensor, chosen: Tensor, num_experts: int) -> Dispatched:
-    if x.dim() != 2 or num_experts < 1:  # all else is checked later, once for many calls
-        _check_inputs(x, chosen, num_experts)
-    num_rows, columns = chosen.numel(), x.shape[1]
-    return Dispatched(
-        torch.empty((num_rows, columns), dtype=torch.float8_e4m3fn, device=x.device),
-        empty_scale(num_rows, columns, x.device),
-        torch.empty(num_experts + 1, dtype=torch.int32, device=x.device),
-        torch.empty(chosen.shape, dtype=torch.int32, device=x.device),
-    )
-
-
 def _check(x: Tensor, chosen: Tensor, num_experts: int, out: Dispatched) -> None:
-    _check_inputs(x, chosen, num_experts)
-    num_rows, columns = chosen.numel(), x.shape[1]
-    contracts.check_output("values", out.values, torch.float8_e4m3fn, (num_rows, columns), x)
-    shape = (num_rows, -(-columns // BLOCK))
-    contracts.check_output("scale", out.scale, torch.float32, shape, x)
-    integers = {
-        "expert_start": (out.expert_start, (num_experts + 1,)),
-        "rows": (out.rows, tuple(chosen.shape)),
-    }
-    for name, (tensor, shape) in integers.items():
-        contracts.check_type(name, tensor, torch.int32, x)
-        contracts.check_shape(name, tensor, shape)
-        contracts.check_contiguous(name, tensor)
+    contracts.check_dispatch_inputs(x, chosen, num_experts)
+    check_columns("x", x)
+    check_num_chosen(chosen.shape[1])
+    contracts.check_dispatched(out, x, chosen, num_experts)
     contracts.check_gpu(x)
 
 

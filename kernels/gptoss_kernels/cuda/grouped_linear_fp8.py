@@ -13,7 +13,6 @@ from gptoss_kernels import contracts
 from gptoss_kernels.cuda import grouped_fp8, runtime
 from gptoss_kernels.cuda.gemm_fp8 import launch
 from gptoss_kernels.cuda.grouped_fp8 import GroupedTile
-from gptoss_kernels.fp8 import BLOCK
 
 
 def grouped_linear_fp8(
@@ -57,12 +56,6 @@ def grouped_linear_fp8(
     return out
 
 
-def _group(x: Tensor, x_scale: Tensor) -> int:
-    """How many columns of x share a scale, by the shapes; 64 if neither fits."""
-    is_coarse = x.dim() == 2 and x_scale.shape[-1:] == (-(-x.shape[1] // BLOCK),)
-    return BLOCK if is_coarse else 64
-
-
 def _check(
     x: Tensor,
     x_scale: Tensor,
@@ -72,7 +65,7 @@ def _check(
     bias: Tensor,
     out: Tensor,
 ) -> None:
-    group = _group(x, x_scale)
+    group = contracts.x_group(x, x_scale)
     contracts.check_gpu(x)
     contracts.check_grouped_inputs(x, x_scale, expert_start, weight, weight_scale, bias, group)
     contracts.check_output("out", out, torch.bfloat16, (x.shape[0], weight.shape[1]), x)
@@ -80,4 +73,4 @@ def _check(
 
 def _prepare(tile: GroupedTile | None, *tensors: Tensor) -> runtime.Launch:
     _check(*tensors)
-    return grouped_fp8.prepare(tile, *tensors, x_group=_group(*tensors[:2]))
+    return grouped_fp8.prepare(tile, *tensors, x_group=contracts.x_group(*tensors[:2]))

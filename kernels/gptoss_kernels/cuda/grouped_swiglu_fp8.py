@@ -8,11 +8,9 @@ is in grouped_fp8.py; SwiGLU and the quantisation run beside the next tile's mul
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from gptoss_kernels import contracts
-from gptoss_kernels.contracts import empty_scale
 from gptoss_kernels.cuda import grouped_fp8, runtime
 from gptoss_kernels.cuda.gemm_fp8 import launch
 from gptoss_kernels.cuda.grouped_fp8 import GroupedTile
@@ -51,11 +49,8 @@ def grouped_swiglu_fp8(
     """
     if out is None:
         rows, n, _ = contracts.sizes(x, weight, 3)
-        shape = (rows, n // 2)
-        out = (
-            torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device),
-            empty_scale(*shape, x.device, group),
-        )
+        contracts.check_group(group)
+        out = contracts.empty_quantised(rows, n // 2, x.device, group)
     inputs = (x, x_scale, expert_start, weight, weight_scale, bias)
     if x.shape[0] == 0:
         _check(group, *inputs, *out)
@@ -81,13 +76,8 @@ def _check(
 ) -> None:
     contracts.check_gpu(x)
     contracts.check_grouped_inputs(x, x_scale, expert_start, weight, weight_scale, bias, BLOCK)
-    rows, inner = x.shape[0], weight.shape[1] // 2
-    if group not in (64, 128):
-        raise ValueError(f"group must be 64 or 128, got {group}")
-    if inner % 16:
-        raise ValueError(f"I must be a multiple of 16, got {inner}")
-    contracts.check_output("values", values, torch.float8_e4m3fn, (rows, inner), x)
-    contracts.check_output("scale", scale, torch.float32, (rows, -(-inner // group)), x)
+    contracts.check_swiglu_sizes(weight, group)
+    contracts.check_quantised((values, scale), (x.shape[0], weight.shape[1] // 2), x, group)
 
 
 def _prepare(

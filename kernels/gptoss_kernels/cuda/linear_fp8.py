@@ -140,11 +140,10 @@ def _check(
 ) -> None:
     contracts.check_gpu(x)
     contracts.check_inputs(x, x_scale, weight, weight_scale, bias)
+    shape = (x.shape[0], weight.shape[0])
     if residual is not None:
-        contracts.check_output(
-            "residual", residual, torch.bfloat16, (x.shape[0], weight.shape[0]), x
-        )
-    contracts.check_output("out", out, torch.bfloat16, (x.shape[0], weight.shape[0]), x)
+        contracts.check_output("residual", residual, torch.bfloat16, shape, x)
+    contracts.check_output("out", out, torch.bfloat16, shape, x)
 
 
 def _prepare(

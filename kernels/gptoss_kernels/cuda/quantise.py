@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import ctypes
 
-import torch
 from torch import Tensor
 
 from gptoss_kernels import contracts
-from gptoss_kernels.contracts import empty_scale
 from gptoss_kernels.cuda import runtime
 from gptoss_kernels.cuda.gemm_fp8 import launch
 from gptoss_kernels.cuda.rows import (
     RowLayout,
+    check_columns,
     check_layout,
-    check_row_matrix,
     choose_layout,
     row_spec,
 )
@@ -40,13 +38,10 @@ def quantise(
     else, and runtime.CudaError where there is no Hopper GPU.
     """
     if out is None:
-        contracts.check_type("x", x, torch.bfloat16, x)
-        _check_group(group)
-        shape = _shape(x)
-        out = (
-            torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device),
-            empty_scale(*shape, x.device, group),
-        )
+        contracts.check_group(group)
+        if x.dim() != 2:  # all else is checked later, once for many calls
+            contracts.check_row_matrix("x", x, x)
+        out = contracts.empty_quantised(x.shape[0], x.shape[1], x.device, group)
     if x.shape[0] == 0:
         _check(group, x, *out)
     else:
@@ -66,23 +61,11 @@ class _Arguments(ctypes.Structure):
     )
 
 
-def _shape(x: Tensor) -> tuple[int, int]:
-    if x.dim() != 2:
-        raise ValueError(f"x must be [T, K], got {list(x.shape)}")
-    return x.shape[0], x.shape[1]
-
-
-def _check_group(group: int) -> None:
-    if group not in (64, 128):
-        raise ValueError(f"group must be 64 or 128, got {group}")
-
-
 def _check(group: int, x: Tensor, values: Tensor, scale: Tensor) -> None:
-    _check_group(group)
-    rows, columns = _shape(x)
-    check_row_matrix("x", x, columns, x)
-    contracts.check_output("values", values, torch.float8_e4m3fn, (rows, columns), x)
-    contracts.check_output("scale", scale, torch.float32, (rows, -(-columns // group)), x)
+    contracts.check_row_matrix("x", x, x)
+    check_columns("x", x)
+    contracts.check_group(group)
+    contracts.check_quantised((values, scale), (x.shape[0], x.shape[1]), x, group)
     contracts.check_gpu(x)
 
 

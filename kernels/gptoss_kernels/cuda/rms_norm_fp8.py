@@ -13,17 +13,15 @@ import torch
 from torch import Tensor
 
 from gptoss_kernels import contracts
-from gptoss_kernels.contracts import empty_scale
 from gptoss_kernels.cuda import runtime
 from gptoss_kernels.cuda.gemm_fp8 import launch
 from gptoss_kernels.cuda.rows import (
     RowLayout,
+    check_columns,
     check_layout,
-    check_row_matrix,
     choose_layout,
     row_spec,
 )
-from gptoss_kernels.fp8 import BLOCK
 
 
 def rms_norm(
@@ -64,11 +62,7 @@ def rms_norm_fp8(
     laid out as contracts.empty_scale does.
     """
     if out is None:
-        shape = _shape(hidden)
-        out = (
-            torch.empty(shape, dtype=torch.float8_e4m3fn, device=hidden.device),
-            empty_scale(*shape, hidden.device),
-        )
+        out = contracts.empty_quantised(*_shape(hidden), hidden.device)
     _launch(hidden, weight, eps, update, out, layout)
     return out
 
@@ -112,28 +106,20 @@ def _launch(
 
 
 def _shape(hidden: Tensor) -> tuple[int, int]:
-    if hidden.dim() != 2:
-        raise ValueError(f"hidden must be [T, H], got {list(hidden.shape)}")
+    if hidden.dim() != 2:  # all else is checked later, once for many calls
+        contracts.check_row_matrix("hidden", hidden, hidden)
     return hidden.shape[0], hidden.shape[1]
 
 
 def _check(hidden: Tensor, weight: Tensor, update: Tensor | None, out: tuple[Tensor, ...]) -> None:
-    rows, columns = _shape(hidden)
-    check_row_matrix("hidden", hidden, columns, hidden)
-    contracts.check_type("weight", weight, torch.float32, hidden)
-    contracts.check_shape("weight", weight, (columns,))
-    contracts.check_contiguous("weight", weight)
-    contracts.check_start("weight", weight)
-    if update is not None:
-        contracts.check_shape("update", update, (rows, columns))
-        check_row_matrix("update", update, columns, hidden)
+    contracts.check_rms_norm_inputs(hidden, weight, update)
+    check_columns("hidden", hidden)
+    shape = _shape(hidden)
     if len(out) == 1:
-        contracts.check_output("out", out[0], torch.bfloat16, (rows, columns), hidden)
+        contracts.check_output("out", out[0], torch.bfloat16, shape, hidden, "hidden")
     else:
-        values, scale = out
-        contracts.check_output("values", values, torch.float8_e4m3fn, (rows, columns), hidden)
-        contracts.check_output("scale", scale, torch.float32, (rows, -(-columns // BLOCK)), hidden)
-    contracts.check_gpu(hidden)
+        contracts.check_quantised((out[0], out[1]), shape, hidden)
+    contracts.check_gpu(hidden, "hidden")
 
 
 def _prepare(

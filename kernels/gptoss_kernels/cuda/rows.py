@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from gptoss_kernels import contracts
 from gptoss_kernels.cuda.compiler import KernelSpec
 
 MAXIMUM_COLUMNS = 8192
+MAXIMUM_CHOSEN = 8  # experts of a token
 
 _CHUNK = 256  # columns that one access of a warp covers
 _MAXIMUM_WARPS = 16
@@ -62,16 +61,16 @@ def check_layout(layout: RowLayout, columns: int) -> None:
         raise ValueError(f"{layout} covers fewer than {columns} columns")
 
 
-def check_row_matrix(name: str, matrix: Tensor, columns: int, x: Tensor) -> None:
-    """bf16 [any, columns] on the device of `x`, as 16-byte accesses by rows want it."""
-    contracts.check_type(name, matrix, torch.bfloat16, x)
-    if matrix.dim() != 2 or matrix.shape[1] != columns:
-        raise ValueError(f"{name} must have {columns} columns, got {list(matrix.shape)}")
-    if columns % 16 or not 0 < columns <= MAXIMUM_COLUMNS:
-        raise ValueError(
-            f"{name} must have columns in a multiple of 16, up to {MAXIMUM_COLUMNS}, got {columns}"
-        )
-    contracts.check_rows(name, matrix)
+def check_columns(name: str, matrix: Tensor) -> None:
+    """As many as the warps of a block hold in registers."""
+    if matrix.shape[1] > MAXIMUM_COLUMNS:
+        raise ValueError(f"{name} must have up to {MAXIMUM_COLUMNS} columns, got {matrix.shape[1]}")
+
+
+def check_num_chosen(count: int) -> None:
+    """Each is written out: a lane holds something of all of them."""
+    if count > MAXIMUM_CHOSEN:
+        raise ValueError(f"K must be at most {MAXIMUM_CHOSEN}, got {count}")
 
 
 def row_spec(name: str, layout: RowLayout, **defines: int) -> KernelSpec:
