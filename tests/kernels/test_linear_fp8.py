@@ -63,6 +63,8 @@ def random_inputs(m: int, n: int, k: int, seed: int = 0) -> list[torch.Tensor]:
     weight = (normal(n, k) * 64).clamp(-448, 448).to(torch.float8_e4m3fn)
     # As large as the product, so that a missing bias cannot hide.
     bias = normal(n) * 8 * k**0.5
+    # Weight, its scale and bias must not come from the kernel just before an operator.
+    torch.cuda.synchronize()
     return [x, x_scale, weight, weight_scale, bias]
 
 
@@ -148,7 +150,7 @@ def test_residual_is_added_before_the_sum_is_rounded(tile: LinearTile | None) ->
     bias = torch.randint(-64, 65, (n,), device="cuda") / 1024
     residual = torch.randint(-8, 9, (m, n), device="cuda").bfloat16() / 256
     inputs = (x, x_scale, weight.to(torch.float8_e4m3fn), weight_scale, bias)
-    out = linear_fp8(*inputs, residual=residual, tile=tile)
+    out = linear_fp8(*inputs, residual=residual, out=poisoned(m, n), tile=tile)
     assert torch.equal(out, reference.linear_fp8(*inputs, residual=residual))
     assert not torch.equal(out, reference.linear_fp8(*inputs) + residual)
 
@@ -187,7 +189,7 @@ def test_a_residual_written_by_the_kernel_before_is_read_after_it() -> None:
 def test_wrong_arithmetic_exceeds_the_bound() -> None:
     m, n, k = 200, 2880, 2880
     x, x_scale, weight, weight_scale, bias = random_inputs(m, n, k)
-    out = linear_fp8(x, x_scale, weight, weight_scale, bias)
+    out = linear_fp8(x, x_scale, weight, weight_scale, bias, out=poisoned(m, n))
     # The last, half block of K with its neighbour's scale; one column's bias; one tile's scale.
     shifted = x_scale.clone()
     shifted[:, -1] = x_scale[:, -2]
@@ -222,7 +224,8 @@ def test_exact_where_the_mathematics_is(m: int) -> None:
         weight_scale,
         torch.zeros_like(weight[:, 0]),
     )
-    assert torch.equal(linear_fp8(*inputs).double(), float64(*inputs))
+    torch.cuda.synchronize()  # bias was written by the kernel just before
+    assert torch.equal(linear_fp8(*inputs, out=poisoned(m, n)).double(), float64(*inputs))
 
 
 @pytest.mark.gpu
