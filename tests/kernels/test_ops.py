@@ -22,10 +22,13 @@ def test_every_implementation_takes_what_the_protocol_of_fp8_operators_says(gemm
     implementation = ops.load_fp8(gemm)
     for name, declared in inspect.getmembers(ops.Fp8Operators, inspect.isfunction):
         if not name.startswith("_"):
-            own = inspect.signature(getattr(implementation, name)).parameters
+            own = dict(inspect.signature(getattr(implementation, name)).parameters)
             for wanted in [*inspect.signature(declared).parameters.values()][1:]:
-                found = own[wanted.name]
+                found = own.pop(wanted.name)
                 assert (found.kind, found.default) == (wanted.kind, wanted.default), (gemm, name)
+            for further in own.values():
+                assert further.kind is inspect.Parameter.KEYWORD_ONLY, (gemm, name, further)
+                assert further.default is not inspect.Parameter.empty, (gemm, name, further)
 
 
 def test_an_unknown_implementation_is_refused():

@@ -22,8 +22,8 @@ def grouped_linear_fp8(
     weight: Tensor,
     weight_scale: Tensor,
     bias: Tensor,
-    out: Tensor | None = None,
     *,
+    out: Tensor | None = None,
     tile: GroupedTile | None = None,
 ) -> Tensor:
     """The product in bf16 [R, N], written to `out` if it is given.
