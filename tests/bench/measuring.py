@@ -15,15 +15,16 @@ import contextlib
 import ctypes
 import datetime
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 
 import torch
+from rich.console import Console
+from rich.progress import track
 
 # Measured on an H200, see the performance notes: tensor cores, reading, and a copy's both ways.
 PEAK_FLOPS, PEAK_BYTES, COPIED_BYTES = 1430e12, 4.5e12, 4.24e12
@@ -125,21 +126,10 @@ class Board:
                 samples.watts.append(power.value // 1000)
 
 
-class Progress:
-    """A bar on the terminal, of stretches measured; nothing where stderr is no terminal."""
-
-    def __init__(self) -> None:
-        self._begun = time.monotonic()
-        self._is_shown = sys.stderr.isatty()
-
-    def show(self, what: str, done: int, of: int) -> None:
-        if not self._is_shown:
-            return
-        bar = "#" * (20 * done // of)
-        seconds = time.monotonic() - self._begun
-        print(f"\r[{bar:20}] {done}/{of} {what[:48]:48} {seconds:4.0f} s", end="", file=sys.stderr)
-        if done == of:
-            print("\r" + " " * 100 + "\r", end="", file=sys.stderr, flush=True)
+def tracked(names: Sequence[str], what: str) -> Iterable[str]:
+    """A bar on the terminal, which leaves with the last; nothing where stderr is no terminal."""
+    console = Console(stderr=True)
+    return track(names, what, console=console, transient=True, disable=not console.is_terminal)
 
 
 def capture(call: Call, count: int) -> torch.cuda.CUDAGraph:
@@ -170,21 +160,13 @@ def time_calls(
     graphs = {name: capture(call, count) for name, call in calls.items()}
     bursts = {name: Samples() for name in calls}
     whole = [name for name in calls if name not in only_burst]
-    progress, done = Progress(), 0
-    stretches = plan.bursts * len(whole) + len(only_burst)
-    for name in [*_rotating(whole, plan.bursts), *only_burst]:
-        progress.show(name, done, stretches)
+    for name in tracked([*_rotating(whole, plan.bursts), *only_burst], "bursts"):
         _burst(graphs[name], count, plan.rest, bursts[name], board)
-        done += 1
     is_long = any(bursts[name].spread().median > SUSTAINED_FROM_MS for name in whole)
     turns = plan.turns if plan.is_forced or (is_heavy and is_long) else 0
     sustained = {name: Samples() for name in whole if turns}
-    stretches += turns * len(sustained)
-    for name in _rotating(list(sustained), turns):
-        progress.show(name, done, stretches)
+    for name in tracked([*_rotating(list(sustained), turns)], "turns"):
         _turn(graphs[name], count, sustained[name], board)
-        done += 1
-    progress.show("", done, stretches)
     return {
         name: Timing(
             bursts[name].spread(),

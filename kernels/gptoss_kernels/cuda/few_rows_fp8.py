@@ -11,7 +11,6 @@ be in any number of either.
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
 from dataclasses import dataclass, fields
 
@@ -95,7 +94,6 @@ class FewRowsTile:
         return " ".join([f"K={self.k}", *others])
 
 
-@functools.cache
 def choose_tile(
     rows: int, n: int, k: int, *, x_group: int, swiglu: bool = False, out_group: int = 128
 ) -> FewRowsTile | None:
