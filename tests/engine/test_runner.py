@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ from gptoss_engine.model_config import InvalidCheckpoint
 from gptoss_engine.runner import Runner, choose_gemm, load_runner
 from gptoss_engine.sequence import ScheduledItem, Sequence
 from gptoss_engine.types import GenerationRequest, SamplingParams
-from gptoss_kernels.ops import GEMMS, Fp8Weight, Gemm, Mxfp4Weight, Operators, load
+from gptoss_kernels.composed import ComposedOperators
+from gptoss_kernels.ops import GEMMS, Fp8Weight, Gemm, Mxfp4Weight, Operators, load, load_fp8
 from gptoss_kernels.testing import rel_error
 
 from ..tiny_checkpoint import TinyCheckpoint, write_converted
@@ -363,19 +365,62 @@ def test_kernels_for_gpus_are_refused_where_they_cannot_run(tiny_checkpoint: Tin
         choose_gemm(EngineConfig(gemm="triton"), torch.device("cuda"), torch.float32)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("gemm", [name for name in GEMMS if name != "reference"])
-def test_logits_by_kernels_are_those_of_the_reference(gemm: Gemm):
-    """In FP8 a sum's last bit can turn a rounding in the next layer, hence the wide bound."""
+class Beside:
+    """The reference's operators; those that `kernels` replaces run beside it, on the same inputs.
+
+    Whole logits would say little: in FP8 the last bit of a sum turns a rounding in the next layer,
+    another expert is chosen, and two right implementations differ by as much as bf16 from FP8.
+    """
+
+    def __init__(self, kernels: Operators) -> None:
+        self._kernels = kernels
+        self._reference = load("reference")
+        self.errors: dict[str, list[float]] = {"linear": [], "experts": []}
+
+    def __getattr__(self, name: str) -> Any:
+        expected = getattr(self._reference, name)
+        if name not in self.errors:
+            return expected
+
+        def both(*arguments: Any, **options: Any) -> Tensor:
+            right = expected(*arguments, **options)
+            found = getattr(self._kernels, name)(*arguments, **options)
+            self.errors[name].append(rel_error(found.float(), right.float()))
+            return right
+
+        return both
+
+
+@pytest.mark.parametrize(
+    "gemm",
+    [name if name == "reference" else pytest.param(name, marks=pytest.mark.gpu) for name in GEMMS],
+)
+def test_each_product_of_a_model_is_that_of_the_reference(gemm: Gemm):
+    device = torch.device("cpu" if gemm == "reference" else "cuda")
+    kernels = ComposedOperators(load_fp8(gemm))
     made = RandomCheckpoint("tiny")
-    weights = load_weights(made, "fp8", torch.bfloat16, torch.device("cuda"))
+    weights = load_weights(made, "fp8", torch.bfloat16, device)
     token_ids = [(7 * i * i) % 512 for i in range(300)]
-    expected = logits_of_all(made.config, weights, token_ids).float()
-    logits = logits_of_all(made.config, weights, token_ids, load(gemm)).float()
-    assert rel_error(logits, expected) < 0.1
+    beside = Beside(kernels)
+    logits_of_all(made.config, weights, token_ids, beside)
+    num_layers = made.config.num_layers
+    assert len(beside.errors["linear"]) == 2 * num_layers + 1
+    assert len(beside.errors["experts"]) == num_layers
+    # Rounding to bf16 costs 1.7e-3; a value behind SwiGLU that is rounded the other way more.
+    assert max(beside.errors["linear"]) < 5e-3
+    assert max(beside.errors["experts"]) < 2e-2
+
     # Biases of other experts are no rounding.
-    weights.layers[1].w2_bias.copy_(weights.layers[1].w2_bias.roll(1, 0))
-    assert rel_error(logits_of_all(made.config, weights, token_ids, load(gemm)), expected) > 0.1
+    layer = weights.layers[1]
+    wrong = Beside(ComposedOperators(load_fp8(gemm)))
+    experts = wrong._kernels.experts
+    wrong._kernels.experts = lambda *arguments, **options: experts(  # type: ignore[method-assign]
+        *(layer.w2_bias.roll(1, 0) if one is layer.w2_bias else one for one in arguments),
+        **options,
+    )
+    logits_of_all(made.config, weights, token_ids, wrong)
+    assert wrong.errors["experts"][1] > 2e-2
+    assert wrong.errors["experts"][0] < 2e-2
 
 
 @pytest.mark.parametrize("weights", ["bf16", "fp8"])
