@@ -1,0 +1,339 @@
+"""What sanitize.py runs: for each operator calls that reach each of its served kernels.
+
+Sizes are small, with a remainder wherever a kernel has one: rows and columns beyond a tile, a lone
+tile for two blocks of a cluster, an odd last one, experts without rows, more tiles than an H200 has
+multiprocessors. Data is made, and the reference computed, on the CPU: its kernels are not tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, product
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gptoss_kernels import reference
+from gptoss_kernels.contracts import GROUPS, Dispatched, empty_scale
+from gptoss_kernels.cuda import few_rows_fp8, grouped_fp8
+from gptoss_kernels.cuda import linear_fp8 as dense
+from gptoss_kernels.cuda.build import SERVED_MODELS, ModelSizes
+from gptoss_kernels.cuda.combine import choose_combine_layout, combine
+from gptoss_kernels.cuda.combine import spec as combine_spec
+from gptoss_kernels.cuda.compiler import KernelSpec
+from gptoss_kernels.cuda.dispatch_fp8 import dispatch_fp8
+from gptoss_kernels.cuda.dispatch_fp8 import specs as dispatch_specs
+from gptoss_kernels.cuda.few_rows_fp8 import FewRowsTile
+from gptoss_kernels.cuda.grouped_fp8 import GroupedTile
+from gptoss_kernels.cuda.grouped_linear_fp8 import grouped_linear_fp8
+from gptoss_kernels.cuda.grouped_swiglu_fp8 import grouped_swiglu_fp8
+from gptoss_kernels.cuda.linear_fp8 import LinearTile, linear_fp8
+from gptoss_kernels.cuda.quantise import quantise
+from gptoss_kernels.cuda.quantise import spec as quantise_spec
+from gptoss_kernels.cuda.rms_norm_fp8 import rms_norm, rms_norm_fp8
+from gptoss_kernels.cuda.rms_norm_fp8 import spec as rms_norm_spec
+from gptoss_kernels.cuda.rows import RowLayout, choose_layout
+from gptoss_kernels.fp8 import BLOCK
+
+
+@dataclass(frozen=True)
+class Call:
+    """The kernels that it launches, and the error of what they give: 0, or in norm of the whole."""
+
+    kernels: tuple[KernelSpec, ...]
+    error: Callable[[], float]
+
+
+def norm_error(out: Tensor, expected: Tensor) -> float:
+    """NaN where anything is missing; of whole numbers 0, or inf if any differs."""
+    out = out.cpu()
+    if not expected.is_floating_point():
+        return 0.0 if torch.equal(out, expected) else float("inf")
+    expected = expected.double()
+    return ((out.double() - expected).norm() / expected.norm()).item()
+
+
+def dequantised(values: Tensor, scale: Tensor) -> Tensor:
+    columns = values.shape[1]
+    group = BLOCK if scale.shape[1] == -(-columns // BLOCK) else 64
+    return values.cpu().double() * scale.cpu().double().repeat_interleave(group, 1)[:, :columns]
+
+
+def fp8_error(out: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> float:
+    return norm_error(dequantised(*out), dequantised(*expected))
+
+
+def empty_bf16(rows: int, columns: int) -> Tensor:
+    return torch.full((rows, columns), torch.nan, dtype=torch.bfloat16, device="cuda")
+
+
+def empty_fp8(rows: int, columns: int, group: int = BLOCK) -> tuple[Tensor, Tensor]:
+    values = torch.full((rows, columns), 0x7F, dtype=torch.uint8, device="cuda")
+    scale = empty_scale(rows, columns, "cuda", group).fill_(torch.nan)
+    return values.view(torch.float8_e4m3fn), scale
+
+
+def on_gpu(*tensors: Tensor) -> list[Tensor]:
+    """Written before any kernel: some inputs are read while the one before still runs."""
+    copies = [tensor.cuda() for tensor in tensors]
+    torch.cuda.synchronize()
+    return copies
+
+
+# ---- bound by memory --------------------------------------------------------------------------
+
+FEW_AND_MANY = (1, 2000)  # rows, on both sides of what the layouts depend on
+ROWS = (1, 37)
+WIDTHS = sorted(
+    {w for m in SERVED_MODELS.values() for w in (m.hidden, m.attention, m.intermediate)}
+)
+
+
+def layouts_of(columns: int) -> Iterable[RowLayout]:
+    return dict.fromkeys(choose_layout(rows, columns) for rows in FEW_AND_MANY)
+
+
+def quantise_calls() -> Iterator[Call]:
+    def error(rows: int, columns: int, layout: RowLayout, group: int) -> float:
+        x = torch.randn(rows, columns).bfloat16()
+        out = quantise(*on_gpu(x), group=group, layout=layout, out=empty_fp8(rows, columns, group))
+        return fp8_error(out, reference.quantise(x, group))
+
+    for columns, group in product(WIDTHS, GROUPS):
+        for layout, rows in product(layouts_of(columns), ROWS):
+            spec = quantise_spec(layout, group)
+            yield Call((spec,), partial(error, rows, columns, layout, group))
+
+
+def rms_norm_calls(*, is_fp8: bool) -> Iterator[Call]:
+    def error(rows: int, columns: int, layout: RowLayout, has_update: bool) -> float:
+        hidden, update = torch.randn(2, rows, columns).bfloat16()
+        weight = torch.rand(columns) + 0.5
+        gpu_hidden, gpu_weight, gpu_update = on_gpu(hidden, weight, update)
+        given = (gpu_hidden, gpu_weight, 1e-5, gpu_update if has_update else None)
+        expected = (hidden, weight, 1e-5, update if has_update else None)
+        if is_fp8:
+            out = rms_norm_fp8(*given, layout=layout, out=empty_fp8(rows, columns))
+            found = fp8_error(out, reference.rms_norm_fp8(*expected))
+        else:
+            out = rms_norm(*given, layout=layout, out=empty_bf16(rows, columns))
+            found = norm_error(out, reference.rms_norm(*expected))
+        return max(found, norm_error(gpu_hidden, hidden))
+
+    for columns in sorted({model.hidden for model in SERVED_MODELS.values()}):
+        for layout, rows, has_update in product(layouts_of(columns), ROWS, (False, True)):
+            spec = rms_norm_spec(layout, is_fp8=is_fp8)
+            yield Call((spec,), partial(error, rows, columns, layout, has_update))
+
+
+def dispatch_calls() -> Iterator[Call]:
+    def error(tokens: int, model: ModelSizes, launches: Literal[1, 3, 4]) -> float:
+        x = torch.randn(tokens, model.hidden).bfloat16()
+        shape = (tokens, model.experts_per_token)
+        chosen = torch.randint(0, model.num_experts, shape)
+        starts, rows = (
+            torch.full(size, -7, dtype=torch.int32, device="cuda")
+            for size in ((model.num_experts + 1,), shape)
+        )
+        room = Dispatched(*empty_fp8(chosen.numel(), model.hidden), starts, rows)
+        out = dispatch_fp8(
+            *on_gpu(x, chosen), num_experts=model.num_experts, out=room, launches=launches
+        )
+        expected = reference.dispatch_fp8(x, chosen, model.num_experts)
+        return max(
+            norm_error(out.expert_start, expected.expert_start),
+            norm_error(out.rows, expected.rows),
+            fp8_error(out[:2], expected[:2]),
+        )
+
+    for model in SERVED_MODELS.values():
+        specs = dispatch_specs(model.hidden, model.num_experts, model.experts_per_token)
+        few, *many = specs.values()
+        ways: tuple[tuple[Literal[1, 3, 4], list[KernelSpec]], ...]
+        ways = ((1, [few]), (3, many[:3]), (4, many))
+        for (launches, kernels), tokens in product(ways, (1, 150)):
+            yield Call(tuple(kernels), partial(error, tokens, model, launches))
+
+
+def combine_calls() -> Iterator[Call]:
+    def error(tokens: int, columns: int, num_chosen: int, layout: RowLayout) -> float:
+        outputs = torch.randn(tokens * num_chosen, columns).bfloat16()
+        rows = torch.randperm(len(outputs)).int().view(tokens, num_chosen)
+        inputs = (outputs, rows, torch.rand(tokens, num_chosen).bfloat16())
+        out = combine(*on_gpu(*inputs), layout=layout, out=empty_bf16(tokens, columns))
+        return norm_error(out, reference.combine(*inputs))
+
+    for columns, chosen in sorted(
+        {(m.hidden, m.experts_per_token) for m in SERVED_MODELS.values()}
+    ):
+        layouts = (choose_combine_layout(tokens, columns, chosen) for tokens in FEW_AND_MANY)
+        for layout, tokens in product(dict.fromkeys(layouts), ROWS):
+            spec = combine_spec(layout, chosen)
+            yield Call((spec,), partial(error, tokens, columns, chosen, layout))
+
+
+# ---- products ---------------------------------------------------------------------------------
+
+# Of an H200, for each tile that any of the served models takes.
+NUM_BLOCKS = 132
+LINEAR_TOKENS = (1, 30, 65, 193, 257, 520, 577, 1024, 32768)
+LINEAR_TILES = dict.fromkeys(
+    dense.choose_tile(tokens, n, k, NUM_BLOCKS)
+    for tokens in LINEAR_TOKENS
+    for model in SERVED_MODELS.values()
+    for n, k in ((model.qkv, model.hidden), (model.hidden, model.attention))
+)
+# Of two experts, between any two of choose_tile's limits.
+GROUPED_ROWS = (1, 12, 50, 120, 200, 1000)
+SWIGLU = {"alpha": 1.702, "limit": 7.0}
+
+
+def e4m3(*shape: int) -> Tensor:
+    return (torch.randn(shape) * 32).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+def product_inputs(rows: int, n: int, k: int, group: int, experts: tuple[int, ...]) -> list[Tensor]:
+    """x, x_scale, weight, weight_scale, bias; products of about 1, biases of about 2."""
+    x_scale = empty_scale(rows, k, "cpu", group)
+    x_scale.copy_((torch.rand(x_scale.shape) + 0.5) / 64)
+    weight_scale = (torch.rand(*experts, -(-n // 128), -(-k // 128)) + 0.5) / (16 * k**0.5)
+    bias = torch.randn(*experts, n) * 2
+    return [e4m3(rows, k), x_scale, e4m3(*experts, n, k), weight_scale, bias]
+
+
+def linear_calls() -> Iterator[Call]:
+    def error(tile: LinearTile, m: int, n: int, k: int, residual: str, has_bias: bool) -> float:
+        *inputs, bias = product_inputs(m, n, k, BLOCK, ())
+        added = torch.randn(m, n).mul(2).bfloat16() if residual else None
+        optional = bias if has_bias else None
+        expected = reference.linear_fp8(*inputs, bias=optional, residual=added)
+        gpu_inputs = on_gpu(*inputs)
+        gpu_bias = on_gpu(bias)[0] if has_bias else None
+        gpu_added = None if added is None else on_gpu(added)[0]
+        room = gpu_added if residual == "in place" else empty_bf16(m, n)
+        out = linear_fp8(*gpu_inputs, bias=gpu_bias, residual=gpu_added, out=room, tile=tile)
+        return norm_error(out, expected)
+
+    for tile in LINEAR_TILES:
+        # 13 tiles each way: more than blocks, and an odd last one in either direction of a cluster.
+        several = (12 * tile.rows + 3, 12 * tile.columns + 8, 272)
+        for shape, options in (
+            ((1, 8, 144), (("", True), ("in place", False))),
+            ((130, 360, 400), (("", False), ("in place", True), ("elsewhere", True))),
+            (several, (("", True), ("in place", False))),
+        ):
+            for residual, has_bias in options:
+                spec = replace(tile, has_residual=bool(residual)).spec
+                yield Call((spec,), partial(error, tile, *shape, residual, has_bias))
+
+
+def grouped_inputs(rows: tuple[int, ...], n: int, k: int, group: int) -> list[Tensor]:
+    starts = torch.tensor([0, *accumulate(rows)], dtype=torch.int32)
+    x, x_scale, *weights = product_inputs(sum(rows), n, k, group, (len(rows),))
+    return [x, x_scale, starts, *weights]
+
+
+GROUPED_SHAPES = (  # rows of each expert, inner size, K
+    ((1, 0, 63, 130, 0, 20), 176, 272),
+    ((0, 257, 0, 65), 48, 144),
+    ((33,) * 40, 400, 144),
+)
+FEW_ROWS = ((1, 0, 1, 1, 0, 1), (0, 9, 7, 0), (3, 0, 8, 0, 5))
+
+
+def swiglu_error(
+    rows: tuple[int, ...], inner: int, k: int, group: int, tile: GroupedTile | FewRowsTile
+) -> float:
+    inputs = grouped_inputs(rows, 2 * inner, k, BLOCK)
+    out = empty_fp8(sum(rows), inner, group)
+    gpu_inputs = on_gpu(*inputs)
+    if isinstance(tile, FewRowsTile):
+        tensors = [*gpu_inputs, *out]
+        launch = few_rows_fp8.prepare(tile, *tensors, **SWIGLU)
+        launch(torch.cuda.current_stream().cuda_stream)
+    else:
+        grouped_swiglu_fp8(*gpu_inputs, **SWIGLU, group=group, out=out, tile=tile)
+    return fp8_error(out, reference.grouped_swiglu_fp8(*inputs, **SWIGLU, group=group))
+
+
+def linear_error(
+    rows: tuple[int, ...], n: int, k: int, group: int, tile: GroupedTile | FewRowsTile
+) -> float:
+    inputs = grouped_inputs(rows, n, k, group)
+    out = empty_bf16(sum(rows), n)
+    gpu_inputs = on_gpu(*inputs)
+    if isinstance(tile, FewRowsTile):
+        tensors = [*gpu_inputs, out]
+        launch = few_rows_fp8.prepare(tile, *tensors)
+        launch(torch.cuda.current_stream().cuda_stream)
+    else:
+        grouped_linear_fp8(*gpu_inputs, out=out, tile=tile)
+    return norm_error(out, reference.grouped_linear_fp8(*inputs))
+
+
+def swiglu_calls() -> Iterator[Call]:
+    for group in GROUPS:
+        options = {"x_group": BLOCK, "swiglu": True, "out_group": group}
+        tiles = dict.fromkeys(grouped_fp8.choose_tile(r, 2, **options) for r in GROUPED_ROWS)
+        for tile, shape in product(tiles, GROUPED_SHAPES):
+            yield Call((tile.spec,), partial(swiglu_error, *shape, group, tile))
+
+
+def grouped_linear_calls() -> Iterator[Call]:
+    for group in GROUPS:
+        tiles = dict.fromkeys(grouped_fp8.choose_tile(r, 2, x_group=group) for r in GROUPED_ROWS)
+        for tile, shape in product(tiles, GROUPED_SHAPES):
+            yield Call((tile.spec,), partial(linear_error, *shape, group, tile))
+
+
+@dataclass(frozen=True)
+class AllLanesArrive(FewRowsTile):
+    """few_rows_fp8 but that every lane releases its own partial sums.
+
+    As served, one lane releases what __syncwarp() ordered before it, which racecheck does not
+    follow: it reports each of these stores with each of the loads that wait for them.
+    """
+
+    @property
+    def spec(self) -> KernelSpec:
+        text = (Path(few_rows_fp8.__file__).parent / f"{self.source}.cu").read_text()
+        for served, other in (
+            ("if (lane == 0) barrier_arrive(shared + SUMMED", "barrier_arrive(shared + SUMMED"),
+            ("SUMMED_OFFSET + slot * 8, WARPS);", "SUMMED_OFFSET + slot * 8, 32 * WARPS);"),
+        ):
+            if text.count(served) != 1:
+                raise ValueError(f"{served!r} is not once in {self.source}.cu")
+            text = text.replace(served, other)
+        served_spec = super().spec
+        variant = f"{served_spec.variant} all lanes arrive"
+        return replace(served_spec, files=(), generated=text, variant=variant)
+
+
+def few_rows_calls(tile_class: type[FewRowsTile]) -> Iterator[Call]:
+    hidden = sorted({model.hidden for model in SERVED_MODELS.values()})
+    intermediate = sorted({model.intermediate for model in SERVED_MODELS.values()})
+    for k, group, rows in product(hidden, GROUPS, FEW_ROWS):
+        tile = tile_class(k, swiglu=True, out_group=group)
+        yield Call((tile.spec,), partial(swiglu_error, rows, 176, k, group, tile))
+    for k, group, rows in product(intermediate, GROUPS, FEW_ROWS):
+        tile = tile_class(k, x_group=group)
+        yield Call((tile.spec,), partial(linear_error, rows, 392, k, group, tile))
+
+
+# The longest first, so that none of them is the last to start.
+OPERATORS: dict[str, Callable[[], Iterable[Call]]] = {
+    "linear_fp8": linear_calls,
+    "grouped_swiglu_fp8": swiglu_calls,
+    "grouped_linear_fp8": grouped_linear_calls,
+    "few_rows_fp8": partial(few_rows_calls, FewRowsTile),
+    "few_rows_fp8:all_lanes_arrive": partial(few_rows_calls, AllLanesArrive),
+    "dispatch_fp8": dispatch_calls,
+    "quantise": quantise_calls,
+    "rms_norm": partial(rms_norm_calls, is_fp8=False),
+    "rms_norm_fp8": partial(rms_norm_calls, is_fp8=True),
+    "combine": combine_calls,
+}

@@ -1,0 +1,114 @@
+"""What of sanitize.py needs no GPU: that no served kernel is left out, and how reports are read."""
+
+import importlib
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from gptoss_kernels.cuda import build
+
+MEMCHECK = "========= COMPUTE-SANITIZER\n{answer}\n========= ERROR SUMMARY: {errors} errors\n"
+RACECHECK = """========= COMPUTE-SANITIZER
+========= Error: Race reported between {write} access at {kernel}+0xeb0
+=========     and Read access at {kernel}+0x3860 [16368 hazards]
+=========     and Read access at {kernel}+0x3880 [1 hazard]
+=========\x20
+{answer}
+========= RACECHECK SUMMARY: 1 hazard displayed (2 errors, 0 warnings)
+"""
+CLEAN = """========= COMPUTE-SANITIZER
+{answer}
+========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)
+"""
+
+
+@pytest.fixture
+def sanitize(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """It imports what it runs as a script does."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    return importlib.import_module("sanitize")
+
+
+@pytest.fixture
+def sanitized(sanitize: ModuleType) -> ModuleType:
+    return importlib.import_module("sanitized")
+
+
+def test_every_served_kernel_is_reached(sanitize: ModuleType) -> None:
+    reached = {
+        kernel
+        for operator in sanitize.OPERATORS
+        if operator != sanitize.ITS_TWIN
+        for call in sanitize.calls_of(operator)
+        for kernel in call.kernels
+    }
+    assert set(build.served_kernels()) - reached == set()
+
+
+def test_the_parts_are_all_calls_once(sanitize: ModuleType) -> None:
+    for operator in sanitize.OPERATORS:
+        parts = sanitize.parts_of(operator)
+        calls = [sanitize.calls_of(operator, part, parts) for part in range(parts)]
+        assert sorted(map(len, calls))[0] > 0
+        found = sorted(str(call.kernels) for part in calls for call in part)
+        assert found == sorted(str(call.kernels) for call in sanitize.calls_of(operator))
+
+
+def test_the_twin_is_the_served_kernel_but_for_who_arrives(
+    sanitized: ModuleType, tmp_path: Path
+) -> None:
+    for options in ({"swiglu": True}, {}):
+        served = sanitized.FewRowsTile(128, **options)
+        twin = sanitized.AllLanesArrive(128, **options)
+        lines = zip(served.spec.source.splitlines(), twin.spec.source.splitlines(), strict=True)
+        assert sum(a != b for a, b in lines) == 2
+        assert twin.spec.defines == served.spec.defines
+        (built,) = build.build([twin.spec], jobs=1, cache=tmp_path)
+        assert built.faults == ()
+
+
+def test_what_does_nothing_is_wrong(sanitize: ModuleType, sanitized: ModuleType) -> None:
+    expected = torch.randn(3, 128)
+    assert sanitized.norm_error(expected, expected) == 0
+    assert not sanitized.norm_error(torch.full_like(expected, torch.nan), expected) < sanitize.BOUND
+    assert not sanitized.norm_error(torch.zeros_like(expected), expected) < sanitize.BOUND
+    assert sanitized.norm_error(torch.tensor([1, 2]), torch.tensor([1, 3])) == float("inf")
+
+
+def test_reports(sanitize: ModuleType) -> None:
+    def report(log: str, operator: str = "combine", tool: str = "memcheck", missing: int = 0):
+        right = len(sanitize.calls_of(operator, 0, sanitize.parts_of(operator))) - missing
+        text = log.replace("{answer}", json.dumps({"right": right}))
+        return sanitize.report_of(operator, tool, 0, text, 1.0)
+
+    def is_fine(*reports) -> bool:
+        return sanitize.is_fine(reports[0], reports)
+
+    clean = MEMCHECK.replace("{errors}", "0")
+    assert is_fine(report(clean))
+    assert not is_fine(report(clean, missing=1))
+    assert not is_fine(report(clean.replace("{answer}", "Error: illegal memory access")))
+    assert not is_fine(report(MEMCHECK.replace("{errors}", "3")))
+    assert not is_fine(report("{answer}\n"))
+    assert is_fine(report(CLEAN, tool="racecheck"))
+
+    race = RACECHECK.replace("{kernel}", "few_rows_fp8").replace("{write}", "Write")
+    known = report(race, "few_rows_fp8", "racecheck")
+    twin = report(CLEAN, sanitize.ITS_TWIN, "racecheck")
+    assert known.errors == 2
+    assert is_fine(known, twin)
+    assert is_fine(sanitize.merged([known, known]), twin)
+    assert not is_fine(known)
+    assert not is_fine(known, report(race, sanitize.ITS_TWIN, "racecheck"))
+    assert not is_fine(report(race, "combine", "racecheck"), twin)
+    for other in (
+        RACECHECK.replace("{kernel}", "few_rows_fp8").replace("{write}", "Read"),
+        RACECHECK.replace("{kernel}", "grouped_fp8").replace("{write}", "Write"),
+        race + "========= Invalid __shared__ write of size 4 bytes\n",
+    ):
+        assert not is_fine(report(other, "few_rows_fp8", "racecheck"), twin)
+        mixed = sanitize.merged([known, report(other, "few_rows_fp8", "racecheck")])
+        assert not is_fine(mixed, twin)
