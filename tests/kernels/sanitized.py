@@ -187,6 +187,7 @@ LINEAR_TILES = dict.fromkeys(
     for model in SERVED_MODELS.values()
     for n, k in ((model.qkv, model.hidden), (model.hidden, model.attention))
 )
+LONG_SUMS = (67, 136, 4096)  # one tile goes round any ring of slots
 # Of two experts, between any two of choose_tile's limits.
 GROUPED_ROWS = (1, 12, 50, 120, 200, 1000)
 SWIGLU = {"alpha": 1.702, "limit": 7.0}
@@ -225,6 +226,7 @@ def linear_calls() -> Iterator[Call]:
             ((1, 8, 144), (("", True), ("in place", False))),
             ((130, 360, 400), (("", False), ("in place", True), ("elsewhere", True))),
             (several, (("", True), ("in place", False))),
+            (LONG_SUMS, (("", True),)),
         ):
             for residual, has_bias in options:
                 spec = replace(tile, has_residual=bool(residual)).spec
@@ -239,10 +241,16 @@ def grouped_inputs(rows: tuple[int, ...], n: int, k: int, group: int) -> list[Te
 
 GROUPED_SHAPES = (  # rows of each expert, inner size, K
     ((1, 0, 63, 130, 0, 20), 176, 272),
-    ((0, 257, 0, 65), 48, 144),
+    ((0, 257, 0, 65), 48, 2880),  # a tile's sums go round the ring of slots
     ((33,) * 40, 400, 144),
 )
-FEW_ROWS = ((1, 0, 1, 1, 0, 1), (0, 9, 7, 0), (3, 0, 8, 0, 5))
+# Rows of each expert, and inner size; of the last a block goes round its ring of slots.
+FEW_ROWS = (
+    ((1, 0, 1, 1, 0, 1), 176),
+    ((0, 9, 7, 0), 176),
+    ((3, 0, 8, 0, 5), 176),
+    ((1,) * 16, 400),
+)
 
 
 def swiglu_error(
@@ -275,36 +283,50 @@ def linear_error(
     return norm_error(out, reference.grouped_linear_fp8(*inputs))
 
 
+def swiglu_tiles(group: int) -> Iterable[GroupedTile]:
+    options = {"x_group": BLOCK, "swiglu": True, "out_group": group}
+    return dict.fromkeys(grouped_fp8.choose_tile(rows, 2, **options) for rows in GROUPED_ROWS)
+
+
+def grouped_linear_tiles(group: int) -> Iterable[GroupedTile]:
+    return dict.fromkeys(grouped_fp8.choose_tile(rows, 2, x_group=group) for rows in GROUPED_ROWS)
+
+
 def swiglu_calls() -> Iterator[Call]:
     for group in GROUPS:
-        options = {"x_group": BLOCK, "swiglu": True, "out_group": group}
-        tiles = dict.fromkeys(grouped_fp8.choose_tile(r, 2, **options) for r in GROUPED_ROWS)
-        for tile, shape in product(tiles, GROUPED_SHAPES):
+        for tile, shape in product(swiglu_tiles(group), GROUPED_SHAPES):
             yield Call((tile.spec,), partial(swiglu_error, *shape, group, tile))
 
 
 def grouped_linear_calls() -> Iterator[Call]:
     for group in GROUPS:
-        tiles = dict.fromkeys(grouped_fp8.choose_tile(r, 2, x_group=group) for r in GROUPED_ROWS)
-        for tile, shape in product(tiles, GROUPED_SHAPES):
+        for tile, shape in product(grouped_linear_tiles(group), GROUPED_SHAPES):
             yield Call((tile.spec,), partial(linear_error, *shape, group, tile))
+
+
+_ALL_LANES_ARRIVE = (
+    ("SUMMED_OFFSET + slot * 8, WARPS);", "SUMMED_OFFSET + slot * 8, 32 * WARPS);"),
+    ("if (lane == 0) barrier_arrive(shared + SUMMED", "barrier_arrive(shared + SUMMED"),
+    ("FULL_OFFSET + slot * 8, 1);", "FULL_OFFSET + slot * 8, 32);"),
+    (
+        "} else if (lane < 3) {",
+        "} else barrier_arrive(shared + FULL_OFFSET + slot * 8); if (lane == 1 || lane == 2) {",
+    ),
+)
 
 
 @dataclass(frozen=True)
 class AllLanesArrive(FewRowsTile):
-    """few_rows_fp8 but that every lane releases its own partial sums.
+    """few_rows_fp8 but that every lane says for itself that it has stored or read partial sums.
 
-    As served, one lane releases what __syncwarp() ordered before it, which racecheck does not
-    follow: it reports each of these stores with each of the loads that wait for them.
+    As served, one lane says so for those that __syncwarp() ordered before it, which racecheck does
+    not follow: it reports each of the stores with each of the loads that wait for them.
     """
 
     @property
     def spec(self) -> KernelSpec:
         text = (Path(few_rows_fp8.__file__).parent / f"{self.source}.cu").read_text()
-        for served, other in (
-            ("if (lane == 0) barrier_arrive(shared + SUMMED", "barrier_arrive(shared + SUMMED"),
-            ("SUMMED_OFFSET + slot * 8, WARPS);", "SUMMED_OFFSET + slot * 8, 32 * WARPS);"),
-        ):
+        for served, other in _ALL_LANES_ARRIVE:
             if text.count(served) != 1:
                 raise ValueError(f"{served!r} is not once in {self.source}.cu")
             text = text.replace(served, other)
@@ -316,12 +338,12 @@ class AllLanesArrive(FewRowsTile):
 def few_rows_calls(tile_class: type[FewRowsTile]) -> Iterator[Call]:
     hidden = sorted({model.hidden for model in SERVED_MODELS.values()})
     intermediate = sorted({model.intermediate for model in SERVED_MODELS.values()})
-    for k, group, rows in product(hidden, GROUPS, FEW_ROWS):
+    for k, group, (rows, inner) in product(hidden, GROUPS, FEW_ROWS):
         tile = tile_class(k, swiglu=True, out_group=group)
-        yield Call((tile.spec,), partial(swiglu_error, rows, 176, k, group, tile))
-    for k, group, rows in product(intermediate, GROUPS, FEW_ROWS):
+        yield Call((tile.spec,), partial(swiglu_error, rows, inner, k, group, tile))
+    for k, group, (rows, inner) in product(intermediate, GROUPS, FEW_ROWS):
         tile = tile_class(k, x_group=group)
-        yield Call((tile.spec,), partial(linear_error, rows, 392, k, group, tile))
+        yield Call((tile.spec,), partial(linear_error, rows, 2 * inner, k, group, tile))
 
 
 # The longest first, so that none of them is the last to start.

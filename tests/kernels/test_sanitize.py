@@ -48,6 +48,15 @@ def test_every_served_kernel_is_reached(sanitize: ModuleType) -> None:
     assert set(build.served_kernels()) - reached == set()
 
 
+def test_slots_are_used_again(sanitized: ModuleType) -> None:
+    (_, _, k) = sanitized.LONG_SUMS
+    assert max(tile.stages for tile in sanitized.LINEAR_TILES) < k // 128
+    longest = max(k for _, _, k in sanitized.GROUPED_SHAPES)
+    for group in (64, 128):
+        for tile in (*sanitized.swiglu_tiles(group), *sanitized.grouped_linear_tiles(group)):
+            assert tile.stages < longest // 128
+
+
 def test_the_parts_are_all_calls_once(sanitize: ModuleType) -> None:
     for operator in sanitize.OPERATORS:
         parts = sanitize.parts_of(operator)
@@ -64,7 +73,7 @@ def test_the_twin_is_the_served_kernel_but_for_who_arrives(
         served = sanitized.FewRowsTile(128, **options)
         twin = sanitized.AllLanesArrive(128, **options)
         lines = zip(served.spec.source.splitlines(), twin.spec.source.splitlines(), strict=True)
-        assert sum(a != b for a, b in lines) == 2
+        assert sum(a != b for a, b in lines) == 4
         assert twin.spec.defines == served.spec.defines
         (built,) = build.build([twin.spec], jobs=1, cache=tmp_path)
         assert built.faults == ()
@@ -101,11 +110,14 @@ def test_reports(sanitize: ModuleType) -> None:
     assert known.errors == 2
     assert is_fine(known, twin)
     assert is_fine(sanitize.merged([known, known]), twin)
+    loads_first = race.replace("Read", "Then").replace("Write", "Read").replace("Then", "Write")
+    assert is_fine(report(loads_first, "few_rows_fp8", "racecheck"), twin)
     assert not is_fine(known)
     assert not is_fine(known, report(race, sanitize.ITS_TWIN, "racecheck"))
     assert not is_fine(report(race, "combine", "racecheck"), twin)
     for other in (
         RACECHECK.replace("{kernel}", "few_rows_fp8").replace("{write}", "Read"),
+        race.replace("and Read", "and Write"),
         RACECHECK.replace("{kernel}", "grouped_fp8").replace("{write}", "Write"),
         race + "========= Invalid __shared__ write of size 4 bytes\n",
     ):
