@@ -9,11 +9,11 @@ as there are processors. memcheck sees what lies beyond a tensor, as each is an 
 own; racecheck sees shared memory alone. Every result is compared with reference.py, so that what
 does nothing fails. The bound is wide: precision is for the tests beside this file.
 
-racecheck reports few_rows_fp8 as it is served, and nothing of the same kernel with one change
-(sanitized.AllLanesArrive), which has a row of its own. So a report of the served one that has
-nothing but races of stores with loads is known, if the changed one's is empty in the same run: what
-else there may be, that one would show. Exit status 1 if anything else is reported, or a result is
-wrong.
+racecheck reports few_rows_fp8 as it is served, where one lane of a warp speaks for all. The same
+kernel where each speaks for itself (sanitized.AllLanesArrive) has a row of its own. A report of the
+served one that has nothing but races of stores with loads is known if the other's is empty in the
+same run: what else there may be, that one would show. Exit status 1 if anything else is reported,
+or a result is wrong.
 """
 
 from __future__ import annotations
