@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -96,7 +97,40 @@ def test_a_folder_that_cannot_be_written_is_said_before(gptoss: Run, tmp_path: P
     (tmp_path / "file").write_text("")
     done = gptoss("build-kernels", "--output", tmp_path / "file")
     assert done.code == 1
-    assert done.err.startswith(f"gptoss: cannot write to {tmp_path}/file: ")
+    assert done.err.startswith(f"gptoss: cannot write to {tmp_path}/file/kernels: ")
+    (tmp_path / "kernels").write_text("")
+    done = gptoss("build-kernels", "--output", tmp_path)
+    assert (done.code, done.out) == (1, "")
+    assert done.err == f"gptoss: cannot write to {tmp_path}/kernels: File exists\n"
+
+
+def test_a_reason_that_kernels_share_is_said_once(
+    gptoss: Run, serve_only, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twins = DOUBLE, replace(DOUBLE, variant="two"), replace(DOUBLE, variant="three")
+    serve_only(*twins)
+
+    def full_disk(specs: Iterable[KernelSpec], **_options: object) -> Iterator[build.Built]:
+        for spec in specs:
+            yield build.Built(spec, None, "own" if spec == twins[2] else "no space left")
+
+    monkeypatch.setattr(build, "build", full_disk)
+    done = gptoss("build-kernels", "--output", tmp_path)
+    assert done.code == 1
+    assert done.err == (
+        "gptoss: 3 kernels are not fit to be served:\n"
+        "  twice one, twice two: no space left\n"
+        "  twice three: own\n"
+    )
+
+
+def test_a_row_of_the_table_is_a_line_where_no_terminal_shows_it(
+    gptoss: Run, serve_only, tmp_path: Path
+) -> None:
+    serve_only(replace(DOUBLE, variant=" ".join(["LONG=1"] * 20)))
+    done = gptoss("build-kernels", "--output", tmp_path)
+    (row,) = (line for line in done.out.splitlines() if "LONG" in line)
+    assert row.count("LONG=1") == 20
 
 
 def test_without_a_compiler_the_command_says_how_to_get_one(

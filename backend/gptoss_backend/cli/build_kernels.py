@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -49,7 +50,7 @@ def build_kernels(
         cache = compiler.cache_folder().parent if output is None else output.absolute()
     except OSError as error:
         raise CommandFailed(f"{error}: name a folder with --output") from error
-    _make_writable(cache)
+    _make_writable(cache / "kernels")
     specs = served_kernels()
     jobs = jobs or len(os.sched_getaffinity(0))
     started = time.monotonic()
@@ -70,13 +71,13 @@ def build_kernels(
     _refuse_faults(kernels)
 
 
-def _make_writable(cache: Path) -> None:
+def _make_writable(folder: Path) -> None:
     try:
-        cache.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CommandFailed(f"cannot write to {cache}: {error.strerror}") from error
-    if not os.access(cache, os.W_OK):
-        raise CommandFailed(f"cannot write to {cache}: no permission")
+        raise CommandFailed(f"cannot write to {folder}: {error.strerror}") from error
+    if not os.access(folder, os.W_OK):
+        raise CommandFailed(f"cannot write to {folder}: no permission")
 
 
 def _figures(built: "Built") -> dict[str, Any]:
@@ -104,6 +105,8 @@ def _show(report: dict[str, Any]) -> None:
         shown = ("none" if count is None else f"{count:,}" for count in counts)
         table.add_row(kernel["kernel"], *shown)
     console = Console(soft_wrap=True, highlight=False)
+    if not console.is_terminal:
+        console.width = 1000  # a file or a pipe gets one line for each kernel
     console.print(table)
     console.print(
         f"{report['cache']}: {len(report['kernels'])} kernels for {report['architecture']}, "
@@ -113,8 +116,13 @@ def _show(report: dict[str, Any]) -> None:
 
 
 def _refuse_faults(kernels: Iterable["Built"]) -> None:
-    failed = [built for built in kernels if built.faults]
+    """A full disk is the reason of many: each reason is said once."""
+    failed: defaultdict[str, list[str]] = defaultdict(list)
+    for built in kernels:
+        if built.faults:
+            failed["; ".join(built.faults)].append(str(built.spec))
     if failed:
-        subject = "1 kernel is" if len(failed) == 1 else f"{len(failed)} kernels are"
-        reasons = (f"  {built.spec}: {'; '.join(built.faults)}" for built in failed)
+        count = sum(map(len, failed.values()))
+        subject = "1 kernel is" if count == 1 else f"{count} kernels are"
+        reasons = (f"  {', '.join(names)}: {reason}" for reason, names in failed.items())
         raise CommandFailed("\n".join([f"{subject} not fit to be served:", *reasons]))
