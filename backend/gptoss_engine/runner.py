@@ -131,6 +131,7 @@ def load_runner(config: EngineConfig) -> Runner:
     started = time.monotonic()
     device = choose_device(config)
     dtype = choose_dtype(config, device)
+    operators.load(choose_gemm(config, device, dtype))  # before minutes of loading weights
     source = open_source(config)
     mode = choose_weight_mode(config, source)
     pages = PageCounts.derive(config, source.config, dtype)

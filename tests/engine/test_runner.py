@@ -356,11 +356,16 @@ def test_what_cannot_be_loaded_is_a_sentence(tiny_checkpoint: TinyCheckpoint, tm
             load_runner(EngineConfig(model=str(tiny_checkpoint.original), device="cuda"))
 
 
-def test_kernels_for_gpus_are_refused_where_they_cannot_run(tiny_checkpoint: TinyCheckpoint):
-    folder = tiny_checkpoint.original
+def test_kernels_for_gpus_are_refused_where_they_cannot_run(
+    tiny_checkpoint: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+):
     assert choose_gemm(EngineConfig(), torch.device("cpu"), torch.float32) == "reference"
-    with pytest.raises(InvalidConfig, match="gemm must be auto or reference on a cpu, got cuda"):
-        tiny_runner(folder, gemm="cuda")
+    monkeypatch.delattr("gptoss_engine.runner.load_weights")  # it comes to no weights
+    for gemm in ("cuda", "triton", "deepgemm"):
+        with pytest.raises(
+            InvalidConfig, match=f"gemm must be auto or reference on a cpu, got {gemm}"
+        ):
+            tiny_runner(tiny_checkpoint.original, gemm=gemm)
     with pytest.raises(InvalidConfig, match="gemm triton needs dtype bfloat16, got float32"):
         choose_gemm(EngineConfig(gemm="triton"), torch.device("cuda"), torch.float32)
 
