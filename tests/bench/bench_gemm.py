@@ -20,8 +20,10 @@ instead of the chosen one: that is how linear_fp8.choose_tile was made.
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
+import torch
 from activations import bench_activations
 from dense import bench_dense
 from grouped import ALSO, bench_grouped
@@ -63,6 +65,13 @@ def main() -> None:
     unknown = set(arguments.products) - set(RUNS)
     if unknown:
         parser.error(f"products are {', '.join(RUNS)}, got {', '.join(sorted(unknown))}")
+    if not torch.cuda.is_available():
+        sys.exit("bench_gemm.py: it times GPU kernels, and no CUDA device was found")
+    if arguments.output:
+        try:
+            arguments.output.open("a").close()
+        except OSError as error:
+            parser.error(f"cannot write {arguments.output}: {error.strerror}")
 
     bench = Bench(arguments)
     for name in arguments.products or RUNS:

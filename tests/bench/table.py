@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,18 @@ OTHERS = ("Triton-lang", "deepgemm operators")  # of ours
 # cuBLASLt by row scales by row, which is less work, and MXFP4 is half the bytes: no peers.
 NOT_PEERS = ("cuBLASLt row-wise", "Humming MXFP4", *OTHERS)
 KEY = ("benchmark", "model", "n", "k", "tokens", "swiglu_group", "weight_values")
+NEEDED = ("model", "tokens", "ms", "floor_ms", "peers", "date", "commit", "device")
+
+
+class NoResult(ValueError):
+    """A file or a line that holds no figures: a sentence."""
 
 
 def newest_lines(paths: list[Path]) -> list[dict[str, Any]]:
     lines: dict[tuple[object, ...], dict[str, Any]] = {}
     for path in paths:
-        for text in path.read_text().splitlines():
-            line = json.loads(text)
+        for number, text in enumerate(text_of(path).splitlines(), 1):
+            line = parsed(text, f"{path}:{number}")
             if line["benchmark"] in BENCHMARKS:
                 lines[tuple(line.get(name) for name in KEY)] = line
     return sorted(
@@ -44,6 +50,28 @@ def newest_lines(paths: list[Path]) -> list[dict[str, Any]]:
             line["date"],
         ),
     )
+
+
+def text_of(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise NoResult(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise NoResult(f"{path} is no text: {error}") from error
+
+
+def parsed(text: str, place: str) -> dict[str, Any]:
+    try:
+        line = json.loads(text)
+    except ValueError as error:
+        raise NoResult(f"{place} is no JSON line: {error}") from error
+    if not isinstance(line, dict) or "benchmark" not in line:
+        raise NoResult(f"{place} is no line of a benchmark's results")
+    missing = [name for name in NEEDED if name not in line]
+    if line["benchmark"] in BENCHMARKS and missing:
+        raise NoResult(f"{place} has no {', '.join(missing)}")
+    return line
 
 
 def operator(line: dict[str, Any]) -> str:
@@ -128,7 +156,14 @@ def main() -> None:
     )
     parser.add_argument("files", nargs="*", type=Path)
     files = parser.parse_args().files
-    lines = newest_lines(files or sorted(RESULTS.glob("*.jsonl"), key=lambda path: path.stem[-10:]))
+    try:
+        lines = newest_lines(
+            files or sorted(RESULTS.glob("*.jsonl"), key=lambda path: path.stem[-10:])
+        )
+    except NoResult as error:
+        sys.exit(f"table.py: {error}")
+    if not lines:
+        sys.exit(f"table.py: no figures of {', '.join(BENCHMARKS)} in these files")
     times = ("burst, us", "sustained, us", "rate", "share of floor", "best peer, us")
     print(header("operator", "bound by", "tokens", *times))
     for line in lines:

@@ -90,3 +90,46 @@ def test_the_command_explains_itself(modules, monkeypatch, capsys) -> None:
         modules["bench_gemm"].main()
     assert ended.value.code == 0
     assert "sustained" in capsys.readouterr().out
+
+
+def test_without_a_gpu_it_is_a_sentence(modules, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["bench_gemm.py", "dense"])
+    with pytest.raises(SystemExit, match="no CUDA device was found"):
+        modules["bench_gemm"].main()
+
+
+def test_an_output_that_cannot_be_written_is_said_before(
+    modules, monkeypatch, tmp_path, capsys
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(sys, "argv", ["bench_gemm.py", "--output", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        modules["bench_gemm"].main()
+    assert ended.value.code == 2
+    assert f"cannot write {tmp_path}: Is a directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"", "no figures of linear, "),
+        (b'{"benchmark": "serve"}\n', "no figures of linear, "),
+        (b'{"benchmark": "serve"}\ngarbage', ":2 is no JSON line: "),
+        (b"[1]", ":1 is no line of a benchmark's results"),
+        (b'{"benchmark": "linear", "model": null}', ":1 has no tokens, ms, "),
+        (b"\xd0\x00", "is no text"),
+        (None, "No such file"),
+    ],
+)
+def test_a_file_without_figures_is_a_sentence(
+    modules, monkeypatch, tmp_path, content: bytes | None, sentence: str
+) -> None:
+    path = tmp_path / "lines.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    monkeypatch.setattr(sys, "argv", ["table.py", str(path)])
+    with pytest.raises(SystemExit) as ended:
+        modules["table"].main()
+    assert str(ended.value.code).startswith("table.py: ")
+    assert sentence in str(ended.value.code)
