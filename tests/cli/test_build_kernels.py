@@ -119,7 +119,7 @@ def test_a_reason_that_kernels_share_is_said_once(
     assert done.code == 1
     assert done.err == (
         "gptoss: 3 kernels are not fit to be served:\n"
-        "  twice one, twice two: no space left\n"
+        "  twice one and 1 more: no space left\n"
         "  twice three: own\n"
     )
 

@@ -116,7 +116,7 @@ def _show(report: dict[str, Any]) -> None:
 
 
 def _refuse_faults(kernels: Iterable["Built"]) -> None:
-    """A full disk is the reason of many: each reason is said once."""
+    """A full disk is the reason of many: each reason is said once. The table and --json name all."""
     failed: defaultdict[str, list[str]] = defaultdict(list)
     for built in kernels:
         if built.faults:
@@ -124,5 +124,9 @@ def _refuse_faults(kernels: Iterable["Built"]) -> None:
     if failed:
         count = sum(map(len, failed.values()))
         subject = "1 kernel is" if count == 1 else f"{count} kernels are"
-        reasons = (f"  {', '.join(names)}: {reason}" for reason, names in failed.items())
+        reasons = (f"  {_first_of(names)}: {reason}" for reason, names in failed.items())
         raise CommandFailed("\n".join([f"{subject} not fit to be served:", *reasons]))
+
+
+def _first_of(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
