@@ -116,7 +116,7 @@ def _show(report: dict[str, Any]) -> None:
 
 
 def _refuse_faults(kernels: Iterable["Built"]) -> None:
-    """A full disk is the reason of many: each reason is said once. The table and --json name all."""
+    """A full disk is the reason of many: each reason is said once. The table names all."""
     failed: defaultdict[str, list[str]] = defaultdict(list)
     for built in kernels:
         if built.faults:
