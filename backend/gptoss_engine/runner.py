@@ -46,7 +46,7 @@ class Runner:
         self.weight_mode = weights.mode
         self._page_size = config.page_size
         self._device = weights.embedding.device
-        self._ops = operators.load(choose_gemm(config, self._device, weights.embedding.dtype))
+        self._ops = load_operators(config, self._device, weights.embedding.dtype)
         table = rope_table(model_config, self.max_model_len, self._ops)
         self._model = GptOss(model_config, weights, table.to(self._device))
         self._cache = KVCache.allocate(
@@ -131,7 +131,7 @@ def load_runner(config: EngineConfig) -> Runner:
     started = time.monotonic()
     device = choose_device(config)
     dtype = choose_dtype(config, device)
-    operators.load(choose_gemm(config, device, dtype))  # before minutes of loading weights
+    load_operators(config, device, dtype)  # refused before minutes of loading weights
     source = open_source(config)
     mode = choose_weight_mode(config, source)
     pages = PageCounts.derive(config, source.config, dtype)
@@ -192,3 +192,16 @@ def choose_gemm(config: EngineConfig, device: torch.device, dtype: torch.dtype) 
             name = str(dtype).removeprefix("torch.")
             raise InvalidConfig(f"gemm {config.gemm} needs dtype bfloat16, got {name}")
     return config.gemm
+
+
+def load_operators(
+    config: EngineConfig, device: torch.device, dtype: torch.dtype
+) -> operators.Operators:
+    """Those that choose_gemm chooses; InvalidConfig if what they need cannot be imported."""
+    gemm = choose_gemm(config, device, dtype)
+    try:
+        return operators.load(gemm)
+    except ImportError as error:
+        raise InvalidConfig(
+            f"gemm {gemm} cannot be imported ({error}): pip install 'gptoss-backend[gpu]'"
+        ) from error

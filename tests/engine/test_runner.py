@@ -1,6 +1,7 @@
 """Steps as a scheduler would order them: pages, chunks, batches, and what is sampled."""
 
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -18,7 +19,7 @@ from gptoss_engine.config import EngineConfig, InvalidConfig
 from gptoss_engine.engine import Engine
 from gptoss_engine.loading import load_weights
 from gptoss_engine.model_config import InvalidCheckpoint
-from gptoss_engine.runner import Runner, choose_gemm, load_runner
+from gptoss_engine.runner import Runner, choose_gemm, load_operators, load_runner
 from gptoss_engine.sequence import ScheduledItem, Sequence
 from gptoss_engine.types import GenerationRequest, SamplingParams
 from gptoss_kernels.composed import ComposedOperators
@@ -368,6 +369,12 @@ def test_kernels_for_gpus_are_refused_where_they_cannot_run(
             tiny_runner(tiny_checkpoint.original, gemm=gemm)
     with pytest.raises(InvalidConfig, match="gemm triton needs dtype bfloat16, got float32"):
         choose_gemm(EngineConfig(gemm="triton"), torch.device("cuda"), torch.float32)
+
+
+def test_operators_whose_packages_are_missing_say_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "gptoss_kernels.triton_lang.operators", None)
+    with pytest.raises(InvalidConfig, match=r"gemm triton .* pip install 'gptoss-backend\[gpu\]'"):
+        load_operators(EngineConfig(gemm="triton"), torch.device("cuda"), torch.bfloat16)
 
 
 class Beside:

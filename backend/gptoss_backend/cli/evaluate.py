@@ -82,13 +82,19 @@ def evaluate(
 
     from gptoss_engine.fidelity.comparison import compare
     from gptoss_engine.loading import check_mode
-    from gptoss_engine.runner import choose_device, choose_dtype, choose_gemm, open_source
-    from gptoss_kernels import ops
+    from gptoss_engine.runner import (
+        choose_device,
+        choose_dtype,
+        choose_gemm,
+        load_operators,
+        open_source,
+    )
 
     config = configs[modes[0]]
     place = choose_device(config)
     computed = choose_dtype(config, place)
     kernels = choose_gemm(config, place, computed)
+    ops = load_operators(config, place, computed)
     source = open_source(config)
     for mode in modes:
         check_mode(source, mode)
@@ -99,7 +105,7 @@ def evaluate(
         against=modes[1],
         dtype=computed,
         device=place,
-        ops=ops.load(kernels),
+        ops=ops,
     )
     title = f"{model_name(config)}: {weights} against {against}"
     line: dict[str, Any] = {
