@@ -47,8 +47,12 @@ _LOG_TAIL_BYTES = 2**16
 _TOKENS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total(?:{.*})? (\S+)$", re.MULTILINE)
 # A proxy that the environment names is no way to this machine.
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-# A Python model's exception as the server's log ends with it.
-_REFUSAL = re.compile(r"loading failed with error: .*Internal: (\w+: )?(?P<sentence>.+)")
+# A Python model's exception as the server's log ends with it: newer servers quote it, with where
+# it was raised.
+_REFUSAL = re.compile(
+    r"loading failed with error: .*Internal: (\w+: )?(?P<sentence>.+?)(\\n\\nAt:.*)?;?\"?$",
+    re.MULTILINE,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,20 @@ def test_missing_model_is_a_sentence_before_the_start() -> None:
     server.stop()
 
 
+@pytest.mark.parametrize(
+    "log",
+    [
+        "Internal: InvalidConfig: tp must be 1, got 2",
+        "Internal: InvalidConfig: tp must be 1, got 2;",
+        r'Internal: InvalidConfig: tp must be 1, got 2\n\nAt:\n  runner.py(186): load_runner\n;"',
+    ],
+)
+def test_a_models_refusal_is_its_own_sentence(tmp_path: Path, log: str) -> None:
+    server = TritonServer(EngineConfig(), Ports(), tmp_path / "log")
+    server.log_path.write_text(f"loading failed with error: version 1: {log}\nnext line\n")
+    assert str(server.failure("ended")) == f"tp must be 1, got 2 (log {server.log_path})"
+
+
 def test_free_ports_are_three() -> None:
     ports = Ports.free()
     ports.check_free()

@@ -12,6 +12,7 @@ import typer
 from gptoss_engine.config import EngineConfig, InvalidConfig, read_config_file
 
 _PANEL = "Engine configuration (flags win over --config)"
+_MEANINGS = {"gemm": "Whose kernels multiply FP8 weights."}
 
 
 def with_engine_config(command: Callable[..., None]) -> Callable[..., None]:
@@ -46,8 +47,9 @@ def _keyword(name: str, annotation: Any) -> inspect.Parameter:
 def _flag(field: Any) -> inspect.Parameter:
     choices = get_args(field.type) if get_origin(field.type) is Literal else None
     default = str(field.default).lower() if field.type is bool else field.default
+    said = "Default: none" if default == "" else f"Default: {default}"
     option = typer.Option(
-        help="Default: none" if default == "" else f"Default: {default}",
+        help=f"{_MEANINGS[field.name]} {said}" if field.name in _MEANINGS else said,
         metavar="|".join(filter(None, choices)) if choices else None,
         show_default=False,
         rich_help_panel=_PANEL,
@@ -58,7 +60,15 @@ def _flag(field: Any) -> inspect.Parameter:
 
 
 def _resolved(config: EngineConfig) -> EngineConfig:
-    """With the model's folder absolute, since the server's processes may run elsewhere."""
+    """With the model's folder absolute, since the server's processes may run elsewhere.
+
+    What was asked of a GPU that is not here is refused before a server starts.
+    """
+    if config.device == "cuda" or config.gemm not in ("auto", "reference"):
+        from gptoss_engine.runner import choose_device, choose_dtype, choose_gemm
+
+        device = choose_device(config)
+        choose_gemm(config, device, choose_dtype(config, device))
     if config.model == "demo":
         return config
     folder = Path(config.model).expanduser()
