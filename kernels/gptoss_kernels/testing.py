@@ -17,3 +17,12 @@ def rel_error(actual: Tensor, expected: Tensor) -> float:
         return 0.0
     expected = expected.double()
     return float((actual.double() - expected).abs().max() / expected.square().mean().sqrt())
+
+
+def norm_error(actual: Tensor, expected: Tensor) -> float:
+    """||actual - expected|| / ||expected||, as rounding is bounded; NaN, which no bound accepts, if
+    anything is missing.
+    """
+    assert actual.shape == expected.shape, f"{actual.shape} is not {expected.shape}"
+    expected = expected.double()
+    return float((actual.double() - expected).norm() / expected.norm())

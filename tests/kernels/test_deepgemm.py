@@ -17,6 +17,7 @@ from triton import knobs
 from gptoss_kernels import deepgemm, reference
 from gptoss_kernels.contracts import empty_scale
 from gptoss_kernels.deepgemm import DeepGemmError, library, padded_rows
+from gptoss_kernels.testing import norm_error
 from gptoss_kernels.triton_lang.device import INTERPRETED
 
 from .triton_lang_compiler import compiling_for
@@ -127,11 +128,6 @@ def random_inputs(
 def dense_inputs(m: int, n: int, k: int, device: str = DEVICE) -> list[torch.Tensor]:
     x, x_scale, _, weight, weight_scale, bias = random_inputs((m,), n, k, device)
     return [x, x_scale, weight[0], weight_scale[0], bias[0]]
-
-
-def norm_error(out: torch.Tensor, expected: torch.Tensor) -> float:
-    """Of the whole, as rounding is bounded; NaN, which no bound accepts, if anything is missing."""
-    return ((out.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
 def dequantised(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -1,23 +1,32 @@
 """The grouped FP8 products of few rows against float64 arithmetic on the same quantised inputs."""
 
-from itertools import accumulate, pairwise
-
 import pytest
 import torch
 
-from gptoss_kernels import reference
 from gptoss_kernels.contracts import empty_scale
 from gptoss_kernels.cuda import few_rows_fp8, grouped_fp8
 from gptoss_kernels.cuda.few_rows_fp8 import MAXIMUM_ROWS, FewRowsTile, choose_tile
 from gptoss_kernels.cuda.grouped_linear_fp8 import grouped_linear_fp8
 from gptoss_kernels.cuda.grouped_swiglu_fp8 import grouped_swiglu_fp8
+from gptoss_kernels.testing import norm_error
+
+from .expert_products import (
+    SWIGLU,
+    dequantised,
+    exact,
+    expected_swiglu,
+    poisoned_fp8,
+    starts_of,
+    steps_apart,
+    wrong_products,
+    wrong_swiglus,
+)
 
 # Rounding to bf16 alone costs 1.7e-3. Sums are in fp32, so of the e4m3 values only those next to a
 # tie may go the other way.
 LINEAR_BOUND = 2e-3
 SWIGLU_BOUND = 3e-3
 ONE_STEP_SHARE = 1e-3
-SWIGLU = {"alpha": 1.702, "limit": 7.0}
 
 # Rows of each expert: one token's, all on one expert, spread, more than 8 on one, first and last of
 # many experts.
@@ -34,10 +43,6 @@ ROWS = (
 )
 # Inner size and K: fewer units than blocks, ragged everywhere, one block of K, as served.
 SHAPES = ((16, 144), (176, 272), (320, 128), (2880, 2880))
-
-
-def starts_of(rows: tuple[int, ...]) -> torch.Tensor:
-    return torch.tensor([0, *accumulate(rows)], device="cuda", dtype=torch.int32)
 
 
 def random_inputs(rows: tuple[int, ...], n: int, k: int, group: int = 128) -> list[torch.Tensor]:
@@ -58,34 +63,6 @@ def random_inputs(rows: tuple[int, ...], n: int, k: int, group: int = 128) -> li
     return [x, x_scale, starts_of(rows), weight, weight_scale, bias]
 
 
-def spread(scale: torch.Tensor, columns: int) -> torch.Tensor:
-    """The scale of each column, whichever width the groups have."""
-    group = 128 if scale.shape[1] == -(-columns // 128) else 64
-    return scale.double().repeat_interleave(group, dim=1)[:, :columns]
-
-
-def exact(
-    x: torch.Tensor,
-    x_scale: torch.Tensor,
-    starts: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor,
-) -> torch.Tensor:
-    """The products of all experts in float64."""
-    n, k = weight.shape[1:]
-    wide_x = x.double() * spread(x_scale, k)
-    out = torch.empty(len(x), n, device="cuda", dtype=torch.float64)
-    for expert, (first, end) in enumerate(pairwise(starts.tolist())):
-        if first == end:
-            continue
-        scale = weight_scale[expert].double().repeat_interleave(128, dim=0)[:n]
-        scale = scale.repeat_interleave(128, dim=1)[:, :k]
-        product = wide_x[first:end] @ (weight[expert].double() * scale).t()
-        out[first:end] = product + bias[expert].double()
-    return out
-
-
 def linear(inputs: list[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
     if out is None:
         shape = len(inputs[0]), inputs[3].shape[1]
@@ -94,40 +71,9 @@ def linear(inputs: list[torch.Tensor], out: torch.Tensor | None = None) -> torch
     return grouped_linear_fp8(*inputs, out=out)
 
 
-def poisoned_fp8(rows: int, columns: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    values = torch.full((rows, columns), 0x7F, device="cuda", dtype=torch.uint8)
-    scale = empty_scale(rows, columns, "cuda", group)
-    return values.view(torch.float8_e4m3fn), scale.fill_(torch.nan)
-
-
 def swiglu(inputs: list[torch.Tensor], group: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
     out = poisoned_fp8(len(inputs[0]), inputs[3].shape[1] // 2, group)
     return grouped_swiglu_fp8(*inputs, **SWIGLU, group=group, out=out)
-
-
-def expected_swiglu(
-    inputs: list[torch.Tensor], group: int = 128
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return reference.quantise(reference.swiglu(exact(*inputs).float(), **SWIGLU), group)
-
-
-def dequantised(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return values.double() * spread(scale, values.shape[1])
-
-
-def norm_error(out: torch.Tensor, expected: torch.Tensor) -> float:
-    """Of the whole, as rounding is bounded; NaN, which no bound accepts, if anything is missing."""
-    return ((out.double() - expected).norm() / expected.norm()).item()
-
-
-def steps_apart(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """How many e4m3 values lie between, in int32."""
-
-    def order(values: torch.Tensor) -> torch.Tensor:
-        code = values.view(torch.uint8).int()
-        return torch.where(code < 128, code, 128 - code)
-
-    return (order(a) - order(b)).abs()
 
 
 @pytest.mark.gpu
@@ -169,36 +115,17 @@ def test_any_number_of_rows(count) -> None:
         inputs = random_inputs(rows, 640, 320)
         assert norm_error(linear(inputs), exact(*inputs)) < LINEAR_BOUND
         out = dequantised(*swiglu(inputs))
-        assert norm_error(out, dequantised(*expected_swiglu(inputs))) < SWIGLU_BOUND
+        assert norm_error(out, dequantised(*expected_swiglu(inputs, 128))) < SWIGLU_BOUND
 
 
 @pytest.mark.gpu
 def test_wrong_linear_exceeds_the_bound() -> None:
     inputs = random_inputs((3, 0, 2), 2880, 2880, 64)
     out = linear(inputs)
-    x, x_scale, starts, weight, weight_scale, bias = inputs
-    weight = weight.float().nan_to_num_().to(torch.float8_e4m3fn)
-    # The halves of each block of K with one scale; the last half block with its neighbour's; one
-    # row with the next expert; one column's bias; one block's scale; one expert's scales.
-    coarse, shifted = x_scale.clone(), x_scale.clone()
-    coarse[:, 1:44:2] = x_scale[:, 0:44:2]
-    shifted[:, -1] = x_scale[:, -2]
-    moved = starts.clone()
-    moved[1:3] -= 1
-    one_bias = bias.clone()
-    one_bias[2, 7] = 100
-    one_scale = weight_scale.clone()
-    one_scale[2, 3, 5] = weight_scale[2, 3, 6] * 2
-    for wrong in (
-        (x, coarse, starts, weight, weight_scale, bias),
-        (x, shifted, starts, weight, weight_scale, bias),
-        (x, x_scale, moved, weight, weight_scale, bias),
-        (x, x_scale, starts, weight, weight_scale, torch.zeros_like(bias)),
-        (x, x_scale, starts, weight, weight_scale, one_bias),
-        (x, x_scale, starts, weight, one_scale, bias),
-        (x, x_scale, starts, weight, weight_scale.roll(1, 0), bias),
-    ):
-        assert norm_error(out, exact(*wrong)) > LINEAR_BOUND
+    # Weights that no row uses are NaN, and a wrong kernel would use them.
+    inputs[3] = inputs[3].float().nan_to_num_().to(torch.float8_e4m3fn)
+    for wrong in wrong_products(inputs):
+        assert norm_error(out, wrong) > LINEAR_BOUND
 
 
 @pytest.mark.gpu
@@ -206,20 +133,8 @@ def test_wrong_swiglu_exceeds_the_bound() -> None:
     inputs = random_inputs((3, 0, 2), 640, 2880)
     inputs[5] *= 3  # beyond all three limits
     out = dequantised(*swiglu(inputs))
-    inner = exact(*inputs)
-    gate, up = inner[:, 0::2], inner[:, 1::2]
-    low, high = gate.clamp(max=7), up.clamp(-7, 7)
-    wrong = (
-        high * torch.sigmoid(1.702 * high) * (low + 1),  # gate and up exchanged
-        gate * torch.sigmoid(1.702 * gate) * (high + 1),  # no limit on the gate
-        low * torch.sigmoid(1.702 * low) * (up.clamp(max=7) + 1),  # half a limit on up
-        low * torch.sigmoid(low) * (high + 1),  # SiLU
-        low * torch.sigmoid(1.702 * low) * high,
-    )
-    for y in wrong:
-        assert norm_error(out, dequantised(*reference.quantise(y.float(), 128))) > SWIGLU_BOUND
-    other_group = reference.quantise(reference.swiglu(inner.float(), **SWIGLU), 64)
-    assert norm_error(out, dequantised(*other_group)) > SWIGLU_BOUND
+    for wrong in wrong_swiglus(exact(*inputs)):
+        assert norm_error(out, wrong) > SWIGLU_BOUND
 
 
 def one_hot_inputs(group: int) -> list[torch.Tensor]:
@@ -278,7 +193,7 @@ def test_zeros_have_the_least_scale() -> None:
     inputs[0] = torch.zeros_like(inputs[0].float()).to(torch.float8_e4m3fn)
     inputs[5] = torch.zeros_like(inputs[5])
     values, scale = swiglu(inputs)
-    expected_values, expected_scale = expected_swiglu(inputs)
+    expected_values, expected_scale = expected_swiglu(inputs, 128)
     assert torch.equal(values.float(), expected_values.float())
     assert torch.equal(scale, expected_scale)
 
@@ -312,7 +227,7 @@ def test_rows_behind_all_experts_are_not_written() -> None:
     assert norm_error(out[:8], exact(*inputs)[:8]) < LINEAR_BOUND
     assert bool(out[8:].isnan().all())
     values, scale = swiglu(inputs)
-    expected = dequantised(*expected_swiglu(inputs))
+    expected = dequantised(*expected_swiglu(inputs, 128))
     assert norm_error(dequantised(values, scale)[:8], expected[:8]) < SWIGLU_BOUND
     assert bool(values[8:].float().isnan().all())
     assert bool(scale[8:].isnan().all())
@@ -357,7 +272,7 @@ def test_replays_of_both_products_follow_the_routing() -> None:
         middle[1].fill_(torch.nan)
         out.fill_(torch.nan)
         graph.replay()
-        values, scale = expected_swiglu(first)
+        values, scale = expected_swiglu(first, 128)
         assert norm_error(dequantised(*middle), dequantised(values, scale)) < SWIGLU_BOUND
         assert norm_error(out, exact(*second)) < LINEAR_BOUND
 

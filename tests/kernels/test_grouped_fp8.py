@@ -1,7 +1,6 @@
 """Both grouped FP8 products against float64 arithmetic on the same quantised inputs; bad input."""
 
 from functools import partial
-from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -12,6 +11,20 @@ from gptoss_kernels.cuda.grouped_fp8 import GroupedTile, check_tile, choose_tile
 from gptoss_kernels.cuda.grouped_linear_fp8 import grouped_linear_fp8
 from gptoss_kernels.cuda.grouped_swiglu_fp8 import grouped_swiglu_fp8
 from gptoss_kernels.fp8 import SWIGLU_GROUP
+from gptoss_kernels.testing import norm_error
+
+from .expert_products import (
+    SWIGLU,
+    dequantised,
+    exact,
+    expected_swiglu,
+    poisoned_fp8,
+    spread,
+    starts_of,
+    steps_apart,
+    wrong_products,
+    wrong_swiglus,
+)
 
 # Rounding to bf16 alone costs 1.7e-3.
 LINEAR_BOUND = 2e-3
@@ -20,7 +33,6 @@ LINEAR_BOUND = 2e-3
 # either way.
 SWIGLU_BOUND = 6e-3
 ONE_STEP_SHARE = 2e-2
-SWIGLU = {"alpha": 1.702, "limit": 7.0}
 
 # Of two experts: for each product one number, at least, between any two of choose_tile's limits.
 FEW_TO_MANY_ROWS = (1, 12, 50, 120, 200, 1000)
@@ -56,10 +68,6 @@ def normal(*shape: int) -> torch.Tensor:
     return torch.randn(shape, device="cuda")
 
 
-def starts_of(rows: tuple[int, ...]) -> torch.Tensor:
-    return torch.tensor([0, *accumulate(rows)], device="cuda", dtype=torch.int32)
-
-
 def random_inputs(rows: tuple[int, ...], n: int, k: int, group: int) -> list[torch.Tensor]:
     """Inputs whose products and biases are about 2, so that SwiGLU's clamps and curve matter."""
     torch.manual_seed(sum(rows) + n + k)
@@ -75,63 +83,12 @@ def random_inputs(rows: tuple[int, ...], n: int, k: int, group: int) -> list[tor
     return [x, x_scale, starts_of(rows), weight, weight_scale, bias]
 
 
-def exact(
-    x: torch.Tensor,
-    x_scale: torch.Tensor,
-    starts: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor,
-) -> torch.Tensor:
-    """The products of all experts in float64."""
-    n, k = weight.shape[1:]
-    wide_x = x.double() * spread(x_scale, k)
-    out = torch.empty(len(x), n, device="cuda", dtype=torch.float64)
-    for expert, (first, end) in enumerate(pairwise(starts.tolist())):
-        if first == end:
-            continue
-        scale = weight_scale[expert].double().repeat_interleave(128, dim=0)[:n]
-        scale = scale.repeat_interleave(128, dim=1)[:, :k]
-        product = wide_x[first:end] @ (weight[expert].double() * scale).t()
-        out[first:end] = product + bias[expert].double()
-    return out
-
-
 def poisoned(rows: int, columns: int) -> torch.Tensor:
     return torch.full((rows, columns), torch.nan, device="cuda", dtype=torch.bfloat16)
 
 
-def poisoned_fp8(
-    rows: int, columns: int, group: int = SWIGLU_GROUP
-) -> tuple[torch.Tensor, torch.Tensor]:
-    values = torch.full((rows, columns), 0x7F, device="cuda", dtype=torch.uint8)
-    scale = empty_scale(rows, columns, "cuda", group)
-    return values.view(torch.float8_e4m3fn), scale.fill_(torch.nan)
-
-
-def dequantised(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return values.double() * spread(scale, values.shape[1])
-
-
-def spread(scale: torch.Tensor, columns: int) -> torch.Tensor:
-    """The scale of each column, whichever width the groups have."""
-    group = 128 if scale.shape[1] == -(-columns // 128) else 64
-    return scale.double().repeat_interleave(group, dim=1)[:, :columns]
-
-
-def norm_error(out: torch.Tensor, expected: torch.Tensor) -> float:
-    """Of the whole, as rounding is bounded; NaN, which no bound accepts, if anything is missing."""
-    return ((out.double() - expected).norm() / expected.norm()).item()
-
-
-def steps_apart(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """How many e4m3 values lie between, in int32."""
-
-    def order(values: torch.Tensor) -> torch.Tensor:
-        code = values.view(torch.uint8).int()
-        return torch.where(code < 128, code, 128 - code)
-
-    return (order(a) - order(b)).abs()
+def group_of(tile: GroupedTile | None) -> int:
+    return tile.out_group if tile else SWIGLU_GROUP
 
 
 def linear(inputs: list[torch.Tensor], tile: GroupedTile | None = None) -> torch.Tensor:
@@ -142,16 +99,9 @@ def linear(inputs: list[torch.Tensor], tile: GroupedTile | None = None) -> torch
 def swiglu(
     inputs: list[torch.Tensor], tile: GroupedTile | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    group = tile.out_group if tile else SWIGLU_GROUP
+    group = group_of(tile)
     out = poisoned_fp8(inputs[0].shape[0], inputs[3].shape[1] // 2, group)
     return grouped_swiglu_fp8(*inputs, **SWIGLU, group=group, out=out, tile=tile)
-
-
-def expected_swiglu(
-    inputs: list[torch.Tensor], tile: GroupedTile | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    inner = reference.swiglu(exact(*inputs).float(), **SWIGLU)
-    return reference.quantise(inner, tile.out_group if tile else SWIGLU_GROUP)
 
 
 @pytest.mark.gpu
@@ -172,7 +122,7 @@ def test_linear_error_is_that_of_rounding(rows, n, k, tile) -> None:
 def test_swiglu_values_and_scales(rows, inner, k, tile) -> None:
     inputs = random_inputs(rows, 2 * inner, k, 128)
     values, scale = swiglu(inputs, tile)
-    expected_values, expected_scale = expected_swiglu(inputs, tile)
+    expected_values, expected_scale = expected_swiglu(inputs, group_of(tile))
     torch.testing.assert_close(scale, expected_scale, rtol=2e-3, atol=0)
     out, expected = dequantised(values, scale), dequantised(expected_values, expected_scale)
     assert norm_error(out, expected) < SWIGLU_BOUND
@@ -191,7 +141,7 @@ def test_many_tiles_of_a_block_one_after_the_other(tile) -> None:
     # and both phases of their barriers several times, at unequal numbers of chunks.
     inputs = random_inputs((300,) * 40, 2 * 1024, 272, 128)
     values, scale = swiglu(inputs, tile)
-    expected_values, expected_scale = expected_swiglu(inputs, tile)
+    expected_values, expected_scale = expected_swiglu(inputs, group_of(tile))
     torch.testing.assert_close(scale, expected_scale, rtol=2e-3, atol=0)
     out, expected = dequantised(values, scale), dequantised(expected_values, expected_scale)
     assert norm_error(out, expected) < SWIGLU_BOUND
@@ -216,7 +166,7 @@ def test_more_k_than_lanes_hold_scales(tile, k) -> None:
 def test_swiglu_of_more_k_than_lanes_hold_scales(tile, k) -> None:
     inputs = random_inputs((70, 0, 300), 640, k, 128)
     out = dequantised(*swiglu(inputs, tile))
-    assert norm_error(out, dequantised(*expected_swiglu(inputs, tile))) < SWIGLU_BOUND
+    assert norm_error(out, dequantised(*expected_swiglu(inputs, group_of(tile)))) < SWIGLU_BOUND
 
 
 @pytest.mark.gpu
@@ -239,28 +189,8 @@ def test_served_shape_agrees_with_the_reference_operators() -> None:
 def test_wrong_linear_exceeds_the_bound(group: int) -> None:
     inputs = random_inputs((70, 0, 130), 2880, 2880, group)
     out = linear(inputs)
-    x, x_scale, starts, weight, weight_scale, bias = inputs
-    # Each pair of groups with one scale; the last half block with its neighbour's; one row with
-    # the next expert; one column's bias; one block's scale; one expert's scales.
-    coarse, shifted = x_scale.clone(), x_scale.clone()
-    coarse[:, 1::2] = x_scale[:, :-1:2]
-    shifted[:, -1] = x_scale[:, -2]
-    moved = starts.clone()
-    moved[1:3] -= 1
-    one_bias = bias.clone()
-    one_bias[2, 7] = 100
-    one_scale = weight_scale.clone()
-    one_scale[2, 3, 5] = weight_scale[2, 3, 6] * 2
-    for wrong in (
-        (x, coarse, starts, weight, weight_scale, bias),
-        (x, shifted, starts, weight, weight_scale, bias),
-        (x, x_scale, moved, weight, weight_scale, bias),
-        (x, x_scale, starts, weight, weight_scale, torch.zeros_like(bias)),
-        (x, x_scale, starts, weight, weight_scale, one_bias),
-        (x, x_scale, starts, weight, one_scale, bias),
-        (x, x_scale, starts, weight, weight_scale.roll(1, 0), bias),
-    ):
-        assert norm_error(out, exact(*wrong)) > LINEAR_BOUND
+    for wrong in wrong_products(inputs):
+        assert norm_error(out, wrong) > LINEAR_BOUND
 
 
 @pytest.mark.gpu
@@ -268,21 +198,8 @@ def test_wrong_swiglu_exceeds_the_bound() -> None:
     inputs = random_inputs((70, 0, 130), 640, 2880, 128)
     inputs[5] *= 3  # beyond all three limits
     out = dequantised(*swiglu(inputs))
-    inner = exact(*inputs)
-    gate, up = inner[:, 0::2], inner[:, 1::2]
-    low, high = gate.clamp(max=7), up.clamp(-7, 7)
-    wrong = (
-        high * torch.sigmoid(1.702 * high) * (low + 1),  # gate and up exchanged
-        gate * torch.sigmoid(1.702 * gate) * (high + 1),  # no limit on the gate
-        low * torch.sigmoid(1.702 * low) * (up.clamp(max=7) + 1),  # half a limit on up
-        low * torch.sigmoid(low) * (high + 1),  # SiLU
-        low * torch.sigmoid(1.702 * low) * high,
-    )
-    for y in wrong:
-        expected = dequantised(*reference.quantise(y.float(), SWIGLU_GROUP))
-        assert norm_error(out, expected) > SWIGLU_BOUND
-    other_group = reference.quantise(reference.swiglu(inner.float(), **SWIGLU), 64)
-    assert norm_error(out, dequantised(*other_group)) > SWIGLU_BOUND
+    for wrong in wrong_swiglus(exact(*inputs)):
+        assert norm_error(out, wrong) > SWIGLU_BOUND
 
 
 @pytest.mark.gpu
@@ -298,7 +215,7 @@ def test_swiglu_of_exact_sums_is_the_reference_but_for_ties(tile) -> None:
     x_scale.copy_(torch.exp2(torch.randint(-2, 2, x_scale.shape, device="cuda").float()))
     inputs = [x, x_scale, starts, weight, weight_scale, bias]
     values, scale = swiglu(inputs, tile)
-    expected_values, expected_scale = expected_swiglu(inputs, tile)
+    expected_values, expected_scale = expected_swiglu(inputs, group_of(tile))
     torch.testing.assert_close(scale, expected_scale, rtol=2e-6, atol=0)
     apart = steps_apart(values, expected_values)
     assert apart.max().item() <= 1
@@ -347,7 +264,7 @@ def test_zeros_have_the_least_scale(tile) -> None:
     inputs[0] = torch.zeros_like(inputs[0].float()).to(torch.float8_e4m3fn)
     inputs[5] = torch.zeros_like(inputs[5])
     values, scale = swiglu(inputs, tile)
-    expected_values, expected_scale = expected_swiglu(inputs, tile)
+    expected_values, expected_scale = expected_swiglu(inputs, group_of(tile))
     assert torch.equal(values.float(), expected_values.float())
     assert torch.equal(scale, expected_scale)
 
@@ -384,7 +301,7 @@ def test_rows_behind_all_experts_are_not_written(tile) -> None:
         assert bool(out[200:].isnan().all())
         return
     values, scale = swiglu(inputs, tile)
-    expected = dequantised(*expected_swiglu(inputs, tile))
+    expected = dequantised(*expected_swiglu(inputs, group_of(tile)))
     assert norm_error(dequantised(values, scale)[:200], expected[:200]) < SWIGLU_BOUND
     assert bool(values[200:].float().isnan().all())
     assert bool(scale[200:].isnan().all())
@@ -444,7 +361,7 @@ def test_swiglu_of_the_longest_prompt(rows, group) -> None:
     tile = choose_tile(sum(rows), len(rows), x_group=128, swiglu=True, out_group=group)
     values, scale = swiglu(inputs, tile)
     for some, expert in places_in(rows):
-        expected = expected_swiglu(part_of(inputs, some, expert), tile)
+        expected = expected_swiglu(part_of(inputs, some, expert), group_of(tile))
         out = dequantised(values[some], scale[some])
         assert norm_error(out, dequantised(*expected)) < SWIGLU_BOUND
     assert not bool(scale.isnan().any())
@@ -537,7 +454,7 @@ def test_bad_input_is_refused(is_linear, position, change, sentence) -> None:
 @pytest.mark.gpu
 def test_bad_output_is_refused() -> None:
     inputs = random_inputs((30, 2), 512, 512, 128)
-    values, scale = poisoned_fp8(32, 256)
+    values, scale = poisoned_fp8(32, 256, SWIGLU_GROUP)
     with pytest.raises(ValueError, match=r"scale must be stored by column"):
         grouped_swiglu_fp8(*inputs, **SWIGLU, out=(values, scale.contiguous()))
     with pytest.raises(ValueError, match=r"values must be \[32, 256\], got \[31, 256\]"):

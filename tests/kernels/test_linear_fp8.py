@@ -7,6 +7,7 @@ from gptoss_kernels import reference
 from gptoss_kernels.contracts import check_rows, empty_scale
 from gptoss_kernels.cuda import runtime
 from gptoss_kernels.cuda.linear_fp8 import LinearTile, choose_tile, linear_fp8
+from gptoss_kernels.testing import norm_error
 
 # Rounding to bf16 alone costs 1.7e-3.
 BOUND = 2e-3
@@ -70,11 +71,6 @@ def random_inputs(m: int, n: int, k: int, seed: int = 0) -> list[torch.Tensor]:
 
 def poisoned(m: int, n: int) -> torch.Tensor:
     return torch.full((m, n), torch.nan, device="cuda", dtype=torch.bfloat16)
-
-
-def norm_error(out: torch.Tensor, expected: torch.Tensor) -> float:
-    """Of the whole, as rounding is bounded; NaN, which no bound accepts, if anything is missing."""
-    return ((out.double() - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.gpu

@@ -18,6 +18,7 @@ from triton import knobs
 from gptoss_kernels import ops, reference
 from gptoss_kernels.contracts import Dispatched, empty_scale
 from gptoss_kernels.fp8 import E4M3
+from gptoss_kernels.testing import norm_error
 from gptoss_kernels.triton_lang import device, gemm_fp8
 from gptoss_kernels.triton_lang.gemm_fp8 import Tile
 from gptoss_kernels.triton_lang.grouped_fp8 import num_row_tiles
@@ -166,11 +167,6 @@ def poisoned(rows: int, columns: int) -> Tensor:
 def poisoned_fp8(rows: int, columns: int, group: int) -> tuple[Tensor, Tensor]:
     values = torch.full((rows, columns), 0x7F, device=DEVICE, dtype=torch.uint8)
     return values.view(E4M3), empty_scale(rows, columns, DEVICE, group).fill_(torch.nan)
-
-
-def norm_error(out: Tensor, expected: Tensor) -> float:
-    """Of the whole, as rounding is bounded; NaN, which no bound accepts, if anything is missing."""
-    return ((out.double() - expected).norm() / expected.norm()).item()
 
 
 def few_values_bound(bound: float, count: int) -> float:
