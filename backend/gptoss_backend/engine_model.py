@@ -59,7 +59,7 @@ class TritonPythonModel:
         )
         self._control_key = os.environ.get(CONTROL_KEY_VARIABLE)
         self._engine = load_engine_loop(config)
-        self._metrics = EngineMetrics(pb_utils)
+        self._metrics = EngineMetrics(pb_utils, args["model_name"], args["model_version"])
         self._streams = Streams(config.stream_interval, self._engine.abort, self._record)
         self._stopped = threading.Event()
         self._reporter = threading.Thread(target=self._report, name="metrics", daemon=True)

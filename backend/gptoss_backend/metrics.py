@@ -50,9 +50,16 @@ class Finished:
 
 
 class EngineMetrics:
-    """`server` is the module triton_python_backend_utils, which only adapters import."""
+    """The metrics of one engine model, told from another's by its name and version.
 
-    def __init__(self, server: ModuleType) -> None:
+    `server` is the module triton_python_backend_utils, which only adapters import. Metrics of the
+    same name and labels are one metric of the server's, whoever makes them: two engine models
+    without labels would overwrite each other. `model` and `version` are the server's own words,
+    `model_name` is what vLLM's dashboards select by.
+    """
+
+    def __init__(self, server: ModuleType, model_name: str, version: str) -> None:
+        labels = {"model": model_name, "version": version, "model_name": model_name}
         family = server.MetricFamily
         self._families = []
 
@@ -62,19 +69,20 @@ class EngineMetrics:
             return made
 
         self._counters = {
-            name: make(family.COUNTER, name, text).Metric(labels={})
+            name: make(family.COUNTER, name, text).Metric(labels=labels)
             for name, text in _COUNTERS.items()
         }
         self._gauges = {
-            name: make(family.GAUGE, name, text).Metric(labels={}) for name, text in _GAUGES.items()
+            name: make(family.GAUGE, name, text).Metric(labels=labels)
+            for name, text in _GAUGES.items()
         }
         self._histograms = {
-            name: make(family.HISTOGRAM, name, text).Metric(labels={}, buckets=buckets)
+            name: make(family.HISTOGRAM, name, text).Metric(labels=labels, buckets=buckets)
             for name, (text, buckets) in _HISTOGRAMS.items()
         }
         finished = make(family.COUNTER, _FINISHED, "Finished generations by finish reason")
         for reason in get_args(FinishReason):
-            metric = finished.Metric(labels={"finished_reason": reason})
+            metric = finished.Metric(labels=labels | {"finished_reason": reason})
             self._counters[f"{_FINISHED} {reason}"] = metric
         self._lock = threading.Lock()
         self._news: list[Finished] = []
@@ -100,7 +108,7 @@ class EngineMetrics:
         self._raise("gptoss:aborted_generations_total", aborted)
         for reason, total in stats.num_finished.items():
             self._raise(f"{_FINISHED} {reason}", total)
-        # Last, so that whoever sees the engine idle sees what it has done.
+        # Last, so that whoever sees the engine idle sees what it has counted.
         self._set("vllm:num_requests_running", stats.num_running)
         self._set("vllm:num_requests_waiting", stats.num_waiting)
         self._set("vllm:kv_cache_usage_perc", usage)

@@ -361,6 +361,9 @@ class EngineLoop:
         return has_mail or self._engine.has_work or self._is_stopping
 
     def _deliver(self, chunks: list[TokenChunk]) -> None:
+        with self._condition:
+            # Before anybody hears of an end: who asks again at once finds the place free.
+            self._stats = self._engine.stats()
         done: list[str] = []
         for chunk in chunks:
             with self._condition:

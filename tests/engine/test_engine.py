@@ -529,6 +529,15 @@ def test_who_finds_a_free_place_is_taken_whatever_the_limits() -> None:
         assert [client.final().finish_reason for client in clients] == ["length"] * 4
 
 
+def test_a_place_is_free_before_its_last_chunk_is_heard() -> None:
+    with running(fake_engine(max_num_seqs=1, max_waiting_requests=0)) as loop:
+        again: queue.SimpleQueue[Client] = queue.SimpleQueue()
+        loop.submit(
+            request("a", max_tokens=1), lambda _: again.put(submit(loop, "b", max_tokens=1))
+        )
+        assert again.get(timeout=SECONDS).final().finish_reason == "length"
+
+
 def test_the_deadline_of_a_waiting_request_fires() -> None:
     gate = Gate()
     engine = fake_engine(FakeRunner(on_run=gate), max_num_seqs=1)

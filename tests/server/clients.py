@@ -1,6 +1,7 @@
 """What the server tests ask of a running server, over gRPC and HTTP."""
 
 import json
+import re
 import threading
 import time
 import urllib.error
@@ -16,6 +17,8 @@ import pytest
 from gptoss_backend.client import ChatClient, ChatResponse
 from gptoss_backend.server import TritonServer
 
+_LABELS = re.compile(r'([a-z_]+)="([^"]*)"')
+_MODEL_LABELS = ("model", "model_name", "version")
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -80,13 +83,27 @@ class Client:
         except urllib.error.HTTPError as error:
             return error.code, error.read()
 
-    def metrics(self) -> dict[str, float]:
-        """By name and labels as the server prints them; custom metrics without labels by name."""
+    def scrape(self) -> str:
         url = f"http://{self.server.ports.url('metrics')}/metrics"
         with _DIRECT.open(url, timeout=10) as response:
-            lines = response.read().decode().splitlines()
-        pairs = [line.rsplit(" ", 1) for line in lines if line and not line.startswith("#")]
-        return {name: float(value) for name, value in pairs}
+            return response.read().decode()
+
+    def metrics(self, model: str = "gpt_oss_engine") -> dict[str, float]:
+        """By name and labels as the server prints them, without the labels that name the model.
+
+        Those of other models are left out.
+        """
+        found: dict[str, float] = {}
+        for line in self.scrape().splitlines():
+            if not line or line.startswith("#"):
+                continue
+            name, value = line.rsplit(" ", 1)
+            name, _, rest = name.partition("{")
+            labels = dict(_LABELS.findall(rest))
+            if labels.get("model", model) == model:
+                own = [f'{k}="{v}"' for k, v in labels.items() if k not in _MODEL_LABELS]
+                found[name + (f"{{{','.join(own)}}}" if own else "")] = float(value)
+        return found
 
     def is_idle(self) -> bool:
         metrics = self.metrics()

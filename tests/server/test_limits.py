@@ -97,6 +97,18 @@ def test_codes_of_the_engine_model(small: Client) -> None:
         grpc.unload_model("plain_engine")
 
 
+def test_two_engine_models_count_apart(small: Client) -> None:
+    running = "vllm:num_requests_running"
+    with tritonclient.InferenceServerClient(small.server.ports.url("grpc")) as grpc:
+        grpc.load_model("plain_engine")
+        eventually(lambda: small.metrics("plain_engine").get(running) == 0, 5)
+        with small.open(text_input="x", ignore_eos=True, max_tokens=100_000) as responses:
+            next(responses)
+            eventually(lambda: small.metrics()[running] == 1, 5)
+            assert small.metrics("plain_engine")[running] == 0
+        grpc.unload_model("plain_engine")
+
+
 def test_a_full_engine_refuses_at_once(full: Client) -> None:
     for request in (
         lambda: full.ask(text_input="x"),

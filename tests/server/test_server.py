@@ -344,6 +344,8 @@ def test_metrics_under_the_names_of_dashboards(client: Client) -> None:
         'gptoss:channel_tokens_total{channel="reasoning"}',
     ):
         assert name in names
+    labels = 'model="gpt_oss_engine",model_name="gpt_oss_engine",version="1"'
+    assert f"vllm:num_requests_running{{{labels}}}" in client.scrape()
 
 
 @pytest.mark.server
