@@ -11,7 +11,7 @@ from gptoss_engine.model_config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """One pair of [pages, page_size, KV, D] a layer. Layers of one page group share page ids."""
+    """One pair of [pages, KV, page_size, D] a layer. Layers of one page group share page ids."""
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
@@ -31,7 +31,7 @@ class KVCache:
             pages = num_window_pages if config.is_window(layer) else num_pages
             # Not zeroed: the system maps memory on first touch, so that unused pages cost a CPU
             # nothing, and no slot is read before it is written.
-            shape = (pages, page_size, config.num_kv_heads, config.head_dim)
+            shape = (pages, config.num_kv_heads, page_size, config.head_dim)
             return torch.empty(shape, dtype=dtype, device=device)
 
         layers = range(config.num_layers)

@@ -18,6 +18,26 @@ MAXIMUM_EXPERTS = 512
 MAXIMUM_CHOICES = 2**30  # kernels count them, and some beyond the last, with 31 bits
 
 
+MAXIMUM_DECODE_QUERIES = 8  # of one sequence; with more it is a prefill
+
+
+class Decodes(NamedTuple):
+    """What the host knows of a batch's first sequences, which have few queries each.
+
+    num_sequences; num_queries: their rows together; max_queries: the most of one. Kernels of their
+    own attend for them, with as many blocks as the lengths of their contexts ask for. All other
+    sequences are prefills, and a prefill may have any number of queries, so it is never wrong to
+    name none.
+    """
+
+    num_sequences: int = 0
+    num_queries: int = 0
+    max_queries: int = 0
+
+
+NO_DECODES = Decodes()
+
+
 class Dispatched(NamedTuple):
     """Tokens quantised and in the order of their experts: R = T K rows.
 
@@ -294,6 +314,17 @@ def check_combine_inputs(outputs: Tensor, rows: Tensor, chosen_weights: Tensor) 
     check_type("chosen_weights", chosen_weights, torch.bfloat16, outputs, "outputs")
     check_shape("chosen_weights", chosen_weights, tuple(rows.shape))
     check_contiguous("chosen_weights", chosen_weights)
+
+
+def check_decodes(decodes: Decodes, num_tokens: int, num_sequences: int) -> None:
+    """Of attention, in a batch of so many query rows and sequences."""
+    for name, most in (
+        ("num_sequences", num_sequences),
+        ("num_queries", min(num_tokens, decodes.num_sequences * decodes.max_queries)),
+        ("max_queries", MAXIMUM_DECODE_QUERIES),
+    ):
+        if not 0 <= getattr(decodes, name) <= most:
+            raise ValueError(f"decodes.{name} must be 0 to {most}, got {getattr(decodes, name)}")
 
 
 def check_num_experts(count: int) -> None:

@@ -12,7 +12,7 @@ from typing import Literal, Protocol, get_args
 from torch import Tensor
 
 from gptoss_kernels import reference
-from gptoss_kernels.contracts import Dispatched
+from gptoss_kernels.contracts import NO_DECODES, Decodes, Dispatched
 from gptoss_kernels.fp8 import BLOCK, SWIGLU_GROUP, Fp8Weight
 from gptoss_kernels.mxfp4 import Mxfp4Weight
 
@@ -69,6 +69,8 @@ class Operators(Protocol):
         key_cache: Tensor,
         value_cache: Tensor,
         slot_mapping: Tensor,
+        key_scale: Tensor | None = None,
+        value_scale: Tensor | None = None,
     ) -> Tensor: ...
 
     def attention(
@@ -83,6 +85,9 @@ class Operators(Protocol):
         *,
         scale: float,
         window: int | None,
+        key_scale: Tensor | None = None,
+        value_scale: Tensor | None = None,
+        decodes: Decodes = NO_DECODES,
     ) -> Tensor: ...
 
     def route(

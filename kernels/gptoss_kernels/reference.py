@@ -2,7 +2,8 @@
 
 Arithmetic is that of OpenAI's published model: tensors in the model's dtype (fp32 or bf16), inner
 sums, softmax, norms and SwiGLU in fp32, rounded once where a tensor is stored. Words for shapes are
-in ops.py. A cache is [pages, page_size, KV, D]; slot = page * page_size + offset.
+in ops.py. A cache is [pages, KV, page_size, D], so that one head's page is one piece of memory;
+slot = page * page_size + offset.
 
 Weights are tensors of the model's dtype, or FP8 with block scales, or MXFP4, which is widened to
 that FP8 on its way: the same numbers. With either the operators compute the FP8 function:
@@ -18,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gptoss_kernels.contracts import Dispatched
+from gptoss_kernels.contracts import NO_DECODES, Decodes, Dispatched, check_decodes
 from gptoss_kernels.fp8 import (
     BLOCK,
     E4M3,
@@ -192,14 +193,19 @@ def rope_and_cache_write(
     key_cache: Tensor,
     value_cache: Tensor,
     slot_mapping: Tensor,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> Tensor:
     """Rotates q and k by their positions, stores k and v at their slots; returns q [T, N, D].
 
-    qkv [T, (N + 2 KV) * D] in the order q, k, v; positions [T]; slot_mapping [T].
-    Half-split rotation: (a, b) -> (a cos - b sin, b cos + a sin) for the two halves of a head.
+    qkv [T, (N + 2 KV) * D] in the order q, k, v; positions [T]; key_cache, value_cache
+    [P, KV, page_size, D]; slot_mapping [T], page * page_size + offset, negative for a token that is
+    not stored. Half-split rotation: (a, b) -> (a cos - b sin, b cos + a sin) for the two halves of
+    a head. A cache of e4m3 holds x / scale, saturated at 448; key_scale, value_scale fp32 [KV], 1
+    where there are none.
     """
     num_tokens = qkv.shape[0]
-    num_kv_heads, head_dim = key_cache.shape[2:]
+    num_kv_heads, page_size, head_dim = key_cache.shape[1:]
     assert positions.shape == slot_mapping.shape == (num_tokens,)
     assert value_cache.shape == key_cache.shape
     assert rope_table.shape[1] == head_dim
@@ -209,9 +215,22 @@ def rope_and_cache_write(
     a, b = rotated.chunk(2, dim=-1)
     rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
     query, key = rotated.split([rotated.shape[1] - num_kv_heads, num_kv_heads], dim=1)
-    key_cache.view(-1, num_kv_heads, head_dim)[slot_mapping] = key.to(key_cache.dtype)
-    value_cache.view(-1, num_kv_heads, head_dim)[slot_mapping] = value.to(value_cache.dtype)
+    is_stored = slot_mapping >= 0
+    slots = slot_mapping[is_stored]
+    for cache, new, scale in ((key_cache, key, key_scale), (value_cache, value, value_scale)):
+        stored = _as_cached(new[is_stored], cache.dtype, scale)
+        if cache.dtype == E4M3:  # which PyTorch does not scatter on a CPU
+            cache, stored = cache.view(torch.uint8), stored.view(torch.uint8)
+        cache[slots // page_size, :, slots % page_size] = stored
     return query
+
+
+def _as_cached(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
+    """[T, KV, D] in a cache's dtype."""
+    if dtype != E4M3:
+        return x.to(dtype)
+    scaled = x.float() if scale is None else x.float() / scale[:, None]
+    return scaled.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
 
 
 def attention(
@@ -225,25 +244,31 @@ def attention(
     *,
     scale: float,
     window: int | None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    decodes: Decodes = NO_DECODES,
 ) -> Tensor:
     """out_i = sum_j exp(s_ij - m) v_j / (sum_j exp(s_ij - m) + exp(sink - m)),  s = scale * q.k
 
     Over the keys j <= i, and j > i - window where there is one; the sink, one logit a query head,
     is not scaled and has no value. query [T, N, D] -> [T, N * D]; sinks [N].
     Sequence b owns the query rows query_start[b] : query_start[b + 1], the last of its seq_lens[b]
-    tokens. page_tables [B, P] holds its pages by position // page_size; -1 is a page that was given
-    back, and is never read.
+    tokens. key_cache, value_cache [P, KV, page_size, D], in e4m3 times key_scale and value_scale,
+    fp32 [KV], 1 where there are none. page_tables [B, P] holds a sequence's pages by
+    position // page_size; -1 is a page that was given back, and is never read. Whatever lies in
+    slots that no query sees, a NaN too, has no effect. `decodes` is for kernels: see Decodes.
     """
     num_tokens, num_heads, head_dim = query.shape
     num_sequences = seq_lens.shape[0]
     assert key_cache.shape == value_cache.shape
     assert key_cache.shape[3] == head_dim
-    assert num_heads % key_cache.shape[2] == 0
+    assert num_heads % key_cache.shape[1] == 0
     assert sinks.shape == (num_heads,)
     assert query_start.shape == (num_sequences + 1,)
     assert page_tables.ndim == 2
     assert page_tables.shape[0] == num_sequences
     assert window is None or window > 0
+    check_decodes(decodes, num_tokens, num_sequences)
 
     out = query.new_empty(num_tokens, num_heads, head_dim)
     starts, lengths = query_start.tolist(), seq_lens.tolist()
@@ -252,8 +277,8 @@ def attention(
         rows = rows + torch.arange(tile.num_queries, device=query.device)
         attended = _attention_tile(
             query[rows],
-            key_cache,
-            value_cache,
+            _Cached(key_cache, key_scale),
+            _Cached(value_cache, value_scale),
             sinks,
             torch.tensor(tile.lengths, device=query.device),
             page_tables[tile.sequences],
@@ -262,6 +287,24 @@ def attention(
         )
         out[rows] = attended.to(out.dtype)
     return out.view(num_tokens, num_heads * head_dim)
+
+
+class _Cached(NamedTuple):
+    """The keys or the values of a layer: [P, KV, page_size, D], and what e4m3 is scaled by."""
+
+    pages: Tensor
+    scale: Tensor | None
+
+    def read(self, page_ids: Tensor) -> Tensor:
+        """[B, P'] -> [B, KV, P' * page_size, D] fp64"""
+        pages = self.pages
+        if pages.dtype == E4M3:  # which PyTorch does not gather on a CPU
+            pages = pages.view(torch.uint8)
+        read = pages[page_ids].transpose(1, 2).flatten(2, 3)
+        if self.pages.dtype != E4M3:
+            return read.double()
+        widened = widen_values(read.view(E4M3), torch.float64)
+        return widened if self.scale is None else widened * self.scale.double()[:, None, None]
 
 
 class _Tile(NamedTuple):
@@ -280,6 +323,8 @@ def _tiles(starts: list[int], lengths: list[int], num_heads: int) -> list[_Tile]
     pieces = []
     for b, length in enumerate(lengths):
         num_queries = starts[b + 1] - starts[b]
+        if num_queries == 0:
+            continue
         if num_queries == 1:
             tile = decodes.setdefault(length.bit_length(), _Tile(1, [], [], []))
             tile.sequences.append(b)
@@ -296,8 +341,8 @@ def _tiles(starts: list[int], lengths: list[int], num_heads: int) -> list[_Tile]
 
 def _attention_tile(
     query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
+    keys: _Cached,
+    values: _Cached,
     sinks: Tensor,
     lengths: Tensor,
     page_tables: Tensor,
@@ -306,7 +351,7 @@ def _attention_tile(
 ) -> Tensor:
     """query [B, Q, N, D], the last Q of lengths[b] tokens each -> [B, Q, N, D] fp32."""
     num_sequences, num_queries, num_heads, head_dim = query.shape
-    page_size, num_kv_heads = key_cache.shape[1:3]
+    num_kv_heads, page_size = keys.pages.shape[1:3]
     first_query = lengths - num_queries
     first_key = (
         torch.zeros_like(lengths) if window is None else (first_query - window + 1).clamp(min=0)
@@ -315,32 +360,30 @@ def _attention_tile(
     num_pages = int(((lengths - 1) // page_size - first_page).max()) + 1
     columns = first_page[:, None] + torch.arange(num_pages, device=query.device)
     pages = page_tables.gather(1, columns.clamp(max=page_tables.shape[1] - 1).long())
-    keys = (first_page * page_size)[:, None] + torch.arange(
+    positions = (first_page * page_size)[:, None] + torch.arange(
         num_pages * page_size, device=query.device
     )
-    held = (keys >= first_key[:, None]) & (keys < lengths[:, None])
+    held = (positions >= first_key[:, None]) & (positions < lengths[:, None])
     assert bool((pages.repeat_interleave(page_size, 1)[held] >= 0).all()), "a page was given back"
 
-    rows = pages.clamp(min=0)
-    key = key_cache[rows].view(num_sequences, -1, num_kv_heads, head_dim).double()
-    value = value_cache[rows].view(num_sequences, -1, num_kv_heads, head_dim).double()
+    key, value = keys.read(pages.clamp(min=0)), values.read(pages.clamp(min=0))
     # What is not held may be anything, NaN too, and 0 * NaN is NaN.
-    value = value.masked_fill_(~held[:, :, None, None], 0)
+    value = value.masked_fill_(~held[:, None, :, None], 0)
 
-    positions = first_query[:, None] + torch.arange(num_queries, device=query.device)
-    visible = held[:, None] & (keys[:, None] <= positions[:, :, None])
+    queries = first_query[:, None] + torch.arange(num_queries, device=query.device)
+    visible = held[:, None] & (positions[:, None] <= queries[:, :, None])
     if window is not None:
-        visible &= keys[:, None] > positions[:, :, None] - window
+        visible &= positions[:, None] > queries[:, :, None] - window
     # Rows of a key-value head: its G query heads times Q queries.
     grouped = query.double().view(num_sequences, num_queries, num_kv_heads, -1, head_dim) * scale
     grouped = grouped.permute(0, 2, 3, 1, 4).flatten(2, 3)
-    scores = (grouped @ key.permute(0, 2, 3, 1)).float().unflatten(2, (-1, num_queries))
+    scores = (grouped @ key.transpose(2, 3)).float().unflatten(2, (-1, num_queries))
     scores = scores.masked_fill_(~visible[:, None, None], -math.inf)
     sink = sinks.float().view(1, num_kv_heads, -1, 1, 1)
     largest = torch.maximum(scores.amax(dim=-1, keepdim=True), sink)
     weights = scores.sub_(largest).exp_().double()
     total = weights.sum(dim=-1, keepdim=True) + (sink - largest).exp()
-    out = weights.flatten(2, 3) @ value.transpose(1, 2) / total.flatten(2, 3)
+    out = weights.flatten(2, 3) @ value / total.flatten(2, 3)
     out = out.unflatten(2, (-1, num_queries)).permute(0, 3, 1, 2, 4)
     return out.reshape(num_sequences, num_queries, num_heads, head_dim)
 

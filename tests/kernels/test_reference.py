@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gptoss_kernels import reference
+from gptoss_kernels.fp8 import E4M3
 from gptoss_kernels.testing import rel_error
 
 # fp32: scores up to 50 are rounded at 2^-24 before they are exponentiated. bf16: results are
@@ -116,7 +117,7 @@ def test_rope_and_cache_write(dtype: torch.dtype):
     qkv = random(3, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     positions, slots = torch.tensor([0, 129, 41]), torch.tensor([5, 0, 10])
     table = gpt_oss_table(130, head_dim)
-    keys = torch.full((4, page_size, num_kv_heads, head_dim), math.nan, dtype=dtype)
+    keys = torch.full((4, num_kv_heads, page_size, head_dim), math.nan, dtype=dtype)
     values = keys.clone()
     query = reference.rope_and_cache_write(qkv, positions, table, keys, values, slots)
 
@@ -133,12 +134,44 @@ def test_rope_and_cache_write(dtype: torch.dtype):
     heads = qkv.view(3, -1, head_dim)
     assert rel_error(query, rotate(heads[:, :4])) < BOUNDS[dtype]
     assert rel_error(rotate(heads[:, :4], interleaved=True), rotate(heads[:, :4])) > 0.5
-    stored_keys, stored_values = keys.view(-1, 2, head_dim), values.view(-1, 2, head_dim)
+    stored_keys, stored_values = (c.transpose(1, 2).flatten(0, 1) for c in (keys, values))
     assert rel_error(stored_keys[slots], rotate(heads[:, 4:6])) < BOUNDS[dtype]
     assert torch.equal(stored_values[slots], heads[:, 6:])
     others = [slot for slot in range(12) if slot not in (5, 0, 10)]
     assert stored_keys[others].isnan().all()
     assert stored_values[others].isnan().all()
+
+
+def test_a_negative_slot_stores_nothing():
+    qkv, table = random(3, 4 * 8), gpt_oss_table(10, 8)
+    positions = torch.tensor([1, 2, 3])
+    caches = [torch.full((2, 1, 4, 8), math.nan) for _ in range(4)]
+    whole = reference.rope_and_cache_write(qkv, positions, table, *caches[:2], torch.arange(3))
+    slots = torch.tensor([0, -1, 2])
+    query = reference.rope_and_cache_write(qkv, positions, table, *caches[2:], slots)
+    assert torch.equal(query, whole)
+    for cache, other in zip(caches[:2], caches[2:], strict=True):
+        assert torch.equal(cache[0, 0, [0, 2]], other[0, 0, [0, 2]])
+        assert other[0, 0, 1].isnan().all()
+
+
+def test_a_cache_of_e4m3_holds_scaled_keys_and_values():
+    """Each head by its own scale; what is beyond e4m3 saturates, and does not become a NaN."""
+    qkv, table = random(5, 6 * 64, std=100.0), gpt_oss_table(10, 64)
+    positions, slots = torch.arange(5), torch.tensor([7, 0, 3, 2, 5])
+    scales = torch.tensor([0.25, 3.0]), torch.tensor([1.0, 0.5])
+    plain = [torch.zeros(2, 2, 4, 64) for _ in range(2)]
+    reference.rope_and_cache_write(qkv, positions, table, *plain, slots)
+    caches = [torch.zeros(2, 2, 4, 64, dtype=torch.float8_e4m3fn) for _ in range(2)]
+    reference.rope_and_cache_write(qkv, positions, table, *caches, slots, *scales)
+    for cache, exact, scale in zip(caches, plain, scales, strict=True):
+        stored, scaled = cache.float(), exact / scale[:, None, None]
+        is_beyond = scaled.abs() > 448
+        assert is_beyond.any()
+        assert (stored[is_beyond].abs() == 448).all()
+        assert ((stored - scaled).abs() <= 2.0**-4 * scaled.abs() + 2.0**-10)[~is_beyond].all()
+        swapped = exact / scale.flip(0)[:, None, None]
+        assert ((stored - swapped).abs() > 2.0**-4 * swapped.abs() + 2.0**-10)[~is_beyond].any()
 
 
 class Paged:
@@ -165,7 +198,7 @@ class Paged:
         ]
         counts = [-(-n // page_size) for n, _ in sequences]
         order = torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(5))
-        shape = (len(order), page_size, num_kv_heads, head_dim)
+        shape = (len(order), num_kv_heads, page_size, head_dim)
         self.keys = torch.full(shape, math.nan, dtype=dtype)
         self.values = torch.full(shape, math.nan, dtype=dtype)
         # Wider than any sequence needs, as a batch's table is.
@@ -180,7 +213,7 @@ class Paged:
                 self.page_tables[b, column] = page
                 piece = slice(first, min(first + page_size, length))
                 for cache, dense in zip((self.keys, self.values), self.dense[b], strict=True):
-                    cache[page, : piece.stop - first] = dense[piece]
+                    cache[page, :, : piece.stop - first] = dense[piece].transpose(0, 1)
         starts = [0]
         for _, num_queries in sequences:
             starts.append(starts[-1] + num_queries)
@@ -273,6 +306,35 @@ def test_attention_of_a_sequence_is_the_same_bits_alone_and_in_chunks(window: in
 @pytest.mark.parametrize("heads", [(8, 1, 8), (3, 3, 4)], ids=["one-kv-head", "no-groups"])
 def test_attention_with_any_grouping(heads: tuple[int, int, int]):
     paged = Paged([(7, 1), (9, 4)], 4, None, heads=heads)
+    assert rel_error(paged.operator(), paged.formula()) < BOUNDS[torch.float32]
+
+
+def test_attention_over_a_cache_of_e4m3_is_that_over_what_it_stands_for():
+    paged = Paged([(70, 1), (9, 4)], 16, None, dtype=torch.bfloat16)
+    plain = paged.keys, paged.values
+    scales = torch.tensor([0.25, 3.0]), torch.tensor([0.75, 0.5])
+    cached = [(c.float() / s[:, None, None]).to(E4M3) for c, s in zip(plain, scales, strict=True)]
+
+    def attend(keys: Tensor, values: Tensor, *scales: Tensor) -> Tensor:
+        return reference.attention(
+            *(paged.query.float(), keys, values, paged.sinks),
+            *(paged.query_start, paged.seq_lens, paged.page_tables),
+            scale=paged.scale,
+            window=None,
+            **dict(zip(("key_scale", "value_scale"), scales, strict=False)),
+        )
+
+    exact = attend(*(c.double() * s[:, None, None] for c, s in zip(cached, scales, strict=True)))
+    assert rel_error(attend(*cached, *scales), exact) < 1e-5
+    assert rel_error(attend(*cached, scales[1], scales[0]), exact) > 0.1
+    ones = attend(*cached, torch.ones(2), torch.ones(2))
+    assert torch.equal(attend(*cached), ones)
+
+
+def test_attention_of_sequences_without_queries():
+    paged = Paged([(5, 0), (7, 1), (3, 0), (9, 2)], 4, None)
+    assert rel_error(paged.operator(), paged.formula()) < BOUNDS[torch.float32]
+    paged.seq_lens[2] = 0
     assert rel_error(paged.operator(), paged.formula()) < BOUNDS[torch.float32]
 
 
