@@ -2,12 +2,14 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gptoss_engine.sequence import ScheduledItem, ScheduledStep, Sequence
+from gptoss_kernels.ops import MAXIMUM_DECODE_QUERIES, Decodes
 
 GREEDY_TEMPERATURE = 1e-5  # below it logits / temperature overflows, and the largest wins anyway
 
@@ -101,14 +103,15 @@ class Sampling:
 class Batch:
     """One step's tokens, sequence after sequence.
 
-    input_ids, positions [T] int64; query_start [B + 1] int32: where each sequence's rows begin;
-    seq_lens [B] int32: tokens in the cache once the step is done; sample_rows [S] int64: the rows
-    after which a token is due, a sequence's last known token and its drafts; full, window: the two
-    page groups.
+    input_ids, positions [T] int64; decodes: the sequences at the front, with few rows each;
+    query_start [B + 1] int32: where each sequence's rows begin; seq_lens [B] int32: tokens in the
+    cache once the step is done; sample_rows [S] int64: the rows after which a token is due, a
+    sequence's last known token and its drafts; full, window: the two page groups.
     """
 
     input_ids: Tensor
     positions: Tensor
+    decodes: Decodes
     query_start: Tensor
     seq_lens: Tensor
     sample_rows: Tensor
@@ -142,6 +145,7 @@ class Batch:
             positions=_tensor(
                 np.concatenate([np.arange(p.start, p.stop) for p in positions]), device
             ),
+            decodes=_decodes([len(each) for each in positions]),
             query_start=_tensor(query_start, device),
             seq_lens=_tensor(np.array([p.stop for p in positions], dtype=np.int32), device),
             sample_rows=_tensor(np.array(sample_rows, dtype=np.int64), device),
@@ -149,6 +153,12 @@ class Batch:
             full=PageGroup.build([t.full for t in tables], positions, page_size, device),
             window=PageGroup.build([t.window for t in tables], positions, page_size, device),
         )
+
+
+def _decodes(num_queries: list[int]) -> Decodes:
+    """Of sequences with so many rows each, as many at the front as may be called decodes."""
+    few = list(takewhile(lambda count: count <= MAXIMUM_DECODE_QUERIES, num_queries))
+    return Decodes(len(few), sum(few), max(few, default=0))
 
 
 def uniform(seed: int, index: int) -> float:

@@ -33,8 +33,11 @@ class EngineConfig:
     gemm: whose kernels multiply FP8 weights: "cuda" (ours, for Hopper), "triton" (ours, in
         Triton-lang), "deepgemm" (that library's) or "reference" (plain PyTorch, anywhere). "auto"
         is cuda on a Hopper GPU and reference elsewhere.
-    kv_cache, attention, tp, ep, dp: one value each in this version; another is refused by name, so
-        that nobody believes to have chosen it.
+    attention: whose kernels attend: "cuda" (ours, for Hopper), "triton" (ours, in Triton-lang),
+        "flashinfer" (that library's) or "reference" (plain PyTorch, anywhere).
+    kv_cache: "bf16" keeps keys and values in dtype, "fp8" in e4m3, which is half of bf16's bytes.
+    tp, ep, dp: one value each in this version; another is refused by name, so that nobody believes
+        to have chosen it.
     dtype: of activations and dense weights; "auto" is float32 on a CPU and bfloat16 on a GPU.
     num_pages, num_window_pages: KV pages of page_size tokens in each page group; 0 derives them:
         on a CPU, enough for max_num_seqs sequences within kv_cache_gigabytes.
@@ -51,8 +54,8 @@ class EngineConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     weights: Literal["auto", "fp8", "mxfp4", "bf16"] = "auto"
-    kv_cache: Literal["bf16"] = "bf16"
-    attention: Literal["reference"] = "reference"
+    kv_cache: Literal["bf16", "fp8"] = "bf16"
+    attention: Literal["cuda", "triton", "flashinfer", "reference"] = "reference"
     gemm: Literal["auto", "cuda", "triton", "deepgemm", "reference"] = "auto"
     tp: int = 1
     ep: int = 1

@@ -77,6 +77,7 @@ class GptOss:
             group.page_tables,
             scale=self.config.head_dim**-0.5,
             window=self.config.sliding_window if is_window else None,
+            decodes=batch.decodes,
         )
         return ops.linear(attended, layer.out, layer.out_bias)
 

@@ -3,6 +3,7 @@
 import logging
 import time
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -54,7 +55,7 @@ class Runner:
             page_size=config.page_size,
             num_pages=num_pages,
             num_window_pages=num_window_pages,
-            dtype=weights.embedding.dtype,
+            dtype=choose_cache_dtype(config, weights.embedding.dtype),
             device=self._device,
         )
 
@@ -134,7 +135,7 @@ def load_runner(config: EngineConfig) -> Runner:
     load_operators(config, device, dtype)  # refused before minutes of loading weights
     source = open_source(config)
     mode = choose_weight_mode(config, source)
-    pages = PageCounts.derive(config, source.config, dtype)
+    pages = PageCounts.derive(config, source.config, choose_cache_dtype(config, dtype))
     weights = load_weights(source, mode, dtype, device)
     runner = Runner(source.config, weights, config, pages.full, pages.window)
     log.info(
@@ -182,26 +183,49 @@ def choose_gemm(config: EngineConfig, device: torch.device, dtype: torch.dtype) 
     if config.gemm == "auto":
         is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
         return "cuda" if is_hopper and dtype == torch.bfloat16 else "reference"
-    if config.gemm != "reference":
+    return _check_kernels("gemm", config.gemm, "auto or reference", device, dtype)
+
+
+def choose_attention(
+    config: EngineConfig, device: torch.device, dtype: torch.dtype
+) -> operators.Attention:
+    """As configured, if its kernels run there."""
+    return _check_kernels("attention", config.attention, "reference", device, dtype)
+
+
+def choose_cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    """Of keys and values, where activations have `dtype`."""
+    return torch.float8_e4m3fn if config.kv_cache == "fp8" else dtype
+
+
+Name = TypeVar("Name", bound=str)
+
+
+def _check_kernels(
+    key: str, name: Name, elsewhere: str, device: torch.device, dtype: torch.dtype
+) -> Name:
+    """`name`, or InvalidConfig where a GPU or bf16 is missing that all but the reference need."""
+    if name != "reference":
         if device.type != "cuda":
             raise InvalidConfig(
-                f"gemm must be auto or reference on a {device.type}, got {config.gemm}: its "
-                "kernels need a GPU"
+                f"{key} must be {elsewhere} on a {device.type}, got {name}: its kernels need a GPU"
             )
         if dtype != torch.bfloat16:
-            name = str(dtype).removeprefix("torch.")
-            raise InvalidConfig(f"gemm {config.gemm} needs dtype bfloat16, got {name}")
-    return config.gemm
+            found = str(dtype).removeprefix("torch.")
+            raise InvalidConfig(f"{key} {name} needs dtype bfloat16, got {found}")
+    return name
 
 
 def load_operators(
     config: EngineConfig, device: torch.device, dtype: torch.dtype
 ) -> operators.Operators:
-    """Those that choose_gemm chooses; InvalidConfig if what they need cannot be imported."""
+    """As chosen; InvalidConfig if what they need cannot be imported."""
     gemm = choose_gemm(config, device, dtype)
+    attention = choose_attention(config, device, dtype)
     try:
-        return operators.load(gemm)
+        return operators.load(gemm, attention)
     except ImportError as error:
         raise InvalidConfig(
-            f"gemm {gemm} cannot be imported ({error}): pip install 'gptoss-backend[gpu]'"
+            f"gemm {gemm} with attention {attention} cannot be imported ({error}): "
+            "pip install 'gptoss-backend[gpu]'"
         ) from error

@@ -1,6 +1,7 @@
-"""The model's operators over one implementation's FP8 products; all else is the reference's.
+"""The model's operators over FP8 products and attention of any implementation.
 
-Weights that are not FP8 are multiplied by the reference, on whatever device they are.
+All else is the reference's. Weights that are not FP8 are multiplied by the reference, on whatever
+device they are.
 """
 
 from torch import Tensor
@@ -8,7 +9,7 @@ from torch import Tensor
 from gptoss_kernels import reference
 from gptoss_kernels.fp8 import Fp8Weight
 from gptoss_kernels.mxfp4 import Mxfp4Weight
-from gptoss_kernels.ops import Fp8Operators
+from gptoss_kernels.ops import AttentionOperators, Fp8Operators
 
 
 class ComposedOperators:
@@ -17,16 +18,16 @@ class ComposedOperators:
     embedding = staticmethod(reference.embedding)
     rms_norm = staticmethod(reference.rms_norm)
     rope_table = staticmethod(reference.rope_table)
-    rope_and_cache_write = staticmethod(reference.rope_and_cache_write)
-    attention = staticmethod(reference.attention)
     route = staticmethod(reference.route)
     select_rows = staticmethod(reference.select_rows)
     sample = staticmethod(reference.sample)
     greedy = staticmethod(reference.greedy)
     logprobs = staticmethod(reference.logprobs)
 
-    def __init__(self, fp8: Fp8Operators) -> None:
+    def __init__(self, fp8: Fp8Operators, attention: AttentionOperators) -> None:
         self._fp8 = fp8
+        self.rope_and_cache_write = attention.rope_and_cache_write
+        self.attention = attention.attention
 
     def linear(self, x: Tensor, weight: Tensor | Fp8Weight, bias: Tensor | None = None) -> Tensor:
         """reference.linear"""

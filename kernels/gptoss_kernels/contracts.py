@@ -18,6 +18,11 @@ MAXIMUM_EXPERTS = 512
 MAXIMUM_CHOICES = 2**30  # kernels count them, and some beyond the last, with 31 bits
 
 
+HEAD_DIM = 64  # of attention's kernels
+PAGE_SIZES = (16, 32, 64, 128, 256)
+GROUPS_OF_HEADS = (1, 2, 4, 8, 16)  # query heads that share a key-value head
+CACHE_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
+MAXIMUM_SEQUENCES = 4096
 MAXIMUM_DECODE_QUERIES = 8  # of one sequence; with more it is a prefill
 
 
@@ -314,6 +319,94 @@ def check_combine_inputs(outputs: Tensor, rows: Tensor, chosen_weights: Tensor) 
     check_type("chosen_weights", chosen_weights, torch.bfloat16, outputs, "outputs")
     check_shape("chosen_weights", chosen_weights, tuple(rows.shape))
     check_contiguous("chosen_weights", chosen_weights)
+
+
+def check_attention_inputs(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    sinks: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    page_tables: Tensor,
+    window: int | None,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+) -> None:
+    """Of attention, but for the values of what says where things lie, which stay on the device."""
+    if query.dim() != 3 or query.shape[2] != HEAD_DIM:
+        raise ValueError(f"query must be [T, N, {HEAD_DIM}], got {list(query.shape)}")
+    num_heads = query.shape[1]
+    check_type("query", query, torch.bfloat16, query)
+    check_contiguous("query", query)
+    check_start("query", query)
+    if query.shape[0] * num_heads >= 2**31:
+        raise ValueError(f"query must have T N below 2^31, got {list(query.shape)}")
+    check_caches(key_cache, value_cache, key_scale, value_scale, query, "query")
+    num_kv_heads = key_cache.shape[1]
+    if num_heads % num_kv_heads or num_heads // num_kv_heads not in GROUPS_OF_HEADS:
+        raise ValueError(
+            f"N / KV must be one of {', '.join(map(str, GROUPS_OF_HEADS))}, got {num_heads} query "
+            f"and {num_kv_heads} key-value heads"
+        )
+    check_type("sinks", sinks, torch.float32, query, "query")
+    check_shape("sinks", sinks, (num_heads,))
+    check_contiguous("sinks", sinks)
+    if page_tables.dim() != 2 or len(page_tables) > MAXIMUM_SEQUENCES:
+        raise ValueError(
+            f"page_tables must be [B, P], B at most {MAXIMUM_SEQUENCES}, got "
+            f"{list(page_tables.shape)}"
+        )
+    num_sequences = len(page_tables)
+    for name, tensor, shape in (
+        ("query_start", query_start, (num_sequences + 1,)),
+        ("seq_lens", seq_lens, (num_sequences,)),
+        ("page_tables", page_tables, tuple(page_tables.shape)),
+    ):
+        check_type(name, tensor, torch.int32, query, "query")
+        check_shape(name, tensor, shape)
+        check_contiguous(name, tensor)
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1, got {window}")
+
+
+def check_caches(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+    x: Tensor,
+    x_name: str,
+) -> None:
+    """The paged cache of a layer, [P, KV, page_size, D], and what e4m3 is scaled by."""
+    if key_cache.dtype not in CACHE_DTYPES:
+        names = " or ".join(map(str, CACHE_DTYPES))
+        raise ValueError(f"key_cache must be {names}, got {key_cache.dtype}")
+    if key_cache.dim() != 4 or key_cache.shape[3] != HEAD_DIM:
+        raise ValueError(
+            f"key_cache must be [P, KV, page_size, {HEAD_DIM}], got {list(key_cache.shape)}"
+        )
+    num_pages, num_kv_heads, page_size, _ = key_cache.shape
+    if page_size not in PAGE_SIZES:
+        sizes = ", ".join(map(str, PAGE_SIZES))
+        raise ValueError(f"page_size must be one of {sizes}, got {page_size}")
+    if num_pages * num_kv_heads * page_size >= 2**31:
+        raise ValueError(
+            f"key_cache must have P KV page_size below 2^31, got {list(key_cache.shape)}"
+        )
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        check_type(name, cache, key_cache.dtype, x, x_name)
+        check_shape(name, cache, tuple(key_cache.shape))
+        check_contiguous(name, cache)
+        check_start(name, cache)
+    for name, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
+        if scale is None:
+            continue
+        if key_cache.dtype == torch.bfloat16:
+            raise ValueError(f"{name} must be None for caches of torch.bfloat16")
+        check_type(name, scale, torch.float32, x, x_name)
+        check_shape(name, scale, (num_kv_heads,))
+        check_contiguous(name, scale)
 
 
 def check_decodes(decodes: Decodes, num_tokens: int, num_sequences: int) -> None:

@@ -12,54 +12,46 @@ from typing import Literal, Protocol, get_args
 from torch import Tensor
 
 from gptoss_kernels import reference
-from gptoss_kernels.contracts import NO_DECODES, Decodes, Dispatched
+from gptoss_kernels.contracts import MAXIMUM_DECODE_QUERIES, NO_DECODES, Decodes, Dispatched
 from gptoss_kernels.fp8 import BLOCK, SWIGLU_GROUP, Fp8Weight
 from gptoss_kernels.mxfp4 import Mxfp4Weight
 
 Gemm = Literal["cuda", "triton", "deepgemm", "reference"]
 GEMMS = get_args(Gemm)
+Attention = Literal["cuda", "triton", "flashinfer", "reference"]
+ATTENTIONS = get_args(Attention)
 _MODULES = {
     "cuda": "gptoss_kernels.cuda.operators",
     "triton": "gptoss_kernels.triton_lang.operators",
     "deepgemm": "gptoss_kernels.deepgemm",
+    "flashinfer": "gptoss_kernels.flashinfer",
 }
 
 __all__ = [
+    "ATTENTIONS",
     "GEMMS",
+    "MAXIMUM_DECODE_QUERIES",
+    "Attention",
+    "AttentionOperators",
+    "Decodes",
     "Fp8Operators",
     "Fp8Weight",
     "Gemm",
     "Mxfp4Weight",
     "Operators",
     "load",
+    "load_attention",
     "load_fp8",
 ]
 
 
-class Operators(Protocol):
-    """What a forward pass and a sampling step are made of. reference.py has the formulas."""
+class AttentionOperators(Protocol):
+    """Attention over the paged cache, and what fills it: one protocol, several implementations.
 
-    def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor: ...
-
-    def rms_norm(
-        self, hidden: Tensor, weight: Tensor, eps: float, update: Tensor | None = None
-    ) -> Tensor: ...
-
-    def linear(
-        self, x: Tensor, weight: Tensor | Fp8Weight, bias: Tensor | None = None
-    ) -> Tensor: ...
-
-    def rope_table(
-        self,
-        num_positions: int,
-        head_dim: int,
-        *,
-        theta: float,
-        factor: float,
-        beta_fast: float,
-        beta_slow: float,
-        original_context: int,
-    ) -> Tensor: ...
+    Each refuses a wrong dtype, shape, layout, alignment or device in words, before anything is
+    launched, and tells the host nothing: lengths and pages stay on the device, so that a CUDA graph
+    with these operators serves any lengths that its page tables have room for.
+    """
 
     def rope_and_cache_write(
         self,
@@ -88,6 +80,32 @@ class Operators(Protocol):
         key_scale: Tensor | None = None,
         value_scale: Tensor | None = None,
         decodes: Decodes = NO_DECODES,
+    ) -> Tensor: ...
+
+
+class Operators(AttentionOperators, Protocol):
+    """What a forward pass and a sampling step are made of. reference.py has the formulas."""
+
+    def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor: ...
+
+    def rms_norm(
+        self, hidden: Tensor, weight: Tensor, eps: float, update: Tensor | None = None
+    ) -> Tensor: ...
+
+    def linear(
+        self, x: Tensor, weight: Tensor | Fp8Weight, bias: Tensor | None = None
+    ) -> Tensor: ...
+
+    def rope_table(
+        self,
+        num_positions: int,
+        head_dim: int,
+        *,
+        theta: float,
+        factor: float,
+        beta_fast: float,
+        beta_slow: float,
+        original_context: int,
     ) -> Tensor: ...
 
     def route(
@@ -204,10 +222,23 @@ def load_fp8(gemm: Gemm) -> Fp8Operators:
     return importlib.import_module(_MODULES[gemm])  # pyright: ignore[reportReturnType]
 
 
-def load(gemm: Gemm = "reference") -> Operators:
-    """The operators of the model, products of FP8 weights and what feeds them by `gemm`."""
-    if gemm == "reference":
+def load_attention(attention: Attention) -> AttentionOperators:
+    """The attention operators of one implementation; only "reference" runs without a GPU.
+
+    "cuda" needs Hopper and NVRTC, "triton" a GPU, "flashinfer" that library. Nothing is imported,
+    and nothing compiled, for the others.
+    """
+    if attention == "reference":
+        return reference
+    if attention not in ATTENTIONS:
+        raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)}, got {attention!r}")
+    return importlib.import_module(_MODULES[attention])  # pyright: ignore[reportReturnType]
+
+
+def load(gemm: Gemm = "reference", attention: Attention = "reference") -> Operators:
+    """The operators of the model: products of FP8 weights and what feeds them by `gemm`."""
+    if gemm == attention == "reference":
         return reference
     from gptoss_kernels.composed import ComposedOperators
 
-    return ComposedOperators(load_fp8(gemm))
+    return ComposedOperators(load_fp8(gemm), load_attention(attention))

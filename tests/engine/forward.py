@@ -23,8 +23,9 @@ def logits_of_all(
     weights: Weights,
     token_ids: list[int],
     operators: Any = ops.load("reference"),  # noqa: B008
+    cache_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Of every position: [T, V]"""
+    """Of every position: [T, V]. cache_dtype: the weights' own unless given."""
     num_tokens = len(token_ids)
     num_pages = -(-num_tokens // PAGE_SIZE)
     made = sequence(token_ids)
@@ -40,7 +41,7 @@ def logits_of_all(
         page_size=PAGE_SIZE,
         num_pages=num_pages,
         num_window_pages=num_pages,
-        dtype=weights.embedding.dtype,
+        dtype=cache_dtype or weights.embedding.dtype,
         device=weights.embedding.device,
     )
     table = rope_table(config, num_tokens, operators).to(weights.embedding.device)

@@ -5,6 +5,7 @@ import torch
 from gptoss_engine.batch import Batch, uniform
 from gptoss_engine.sequence import PageTables, ScheduledItem, ScheduledStep, Sequence
 from gptoss_engine.types import SamplingParams
+from gptoss_kernels.ops import Decodes
 
 from .stepping import GREEDY, sequence
 
@@ -51,6 +52,17 @@ def test_a_chunk_a_whole_prompt_and_a_decode_lie_flat_one_after_another():
     assert batch.window.slot_mapping.tolist() == [35, 0, 1, 2, 8, 9, 39]
     assert batch.query_start.dtype == batch.seq_lens.dtype == torch.int32
     assert batch.full.page_tables.dtype == torch.int32
+
+
+def test_decodes_are_the_sequences_at_the_front_with_few_rows():
+    def short(count: int) -> ScheduledItem:
+        made = sequence(list(range(count)), page_tables=tables([0, 1, 2], [0, 1, 2]))
+        return ScheduledItem(made, count)
+
+    one, eight, nine = short(1), short(8), short(9)
+    assert build(one, eight, nine, one).decodes == Decodes(2, 9, 8)
+    assert build(one, one).decodes == Decodes(2, 2, 1)
+    assert build(nine, one).decodes == Decodes(0, 0, 0)
 
 
 def test_drafts_follow_the_known_tokens_and_are_all_sampled_after():

@@ -66,6 +66,6 @@ def test_each_layer_has_the_pages_of_its_group():
         device=torch.device("cpu"),
     )
     for tensors in (cache.keys, cache.values):
-        assert [tensor.shape for tensor in tensors] == [(3, 16, 1, 4), (5, 16, 1, 4)]
+        assert [tensor.shape for tensor in tensors] == [(3, 1, 16, 4), (5, 1, 16, 4)]
         assert all(tensor.dtype == torch.bfloat16 for tensor in tensors)
     assert cache.keys[0].data_ptr() != cache.values[0].data_ptr()

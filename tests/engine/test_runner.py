@@ -23,7 +23,16 @@ from gptoss_engine.runner import Runner, choose_gemm, load_operators, load_runne
 from gptoss_engine.sequence import ScheduledItem, Sequence
 from gptoss_engine.types import GenerationRequest, SamplingParams
 from gptoss_kernels.composed import ComposedOperators
-from gptoss_kernels.ops import GEMMS, Fp8Weight, Gemm, Mxfp4Weight, Operators, load, load_fp8
+from gptoss_kernels.ops import (
+    GEMMS,
+    Fp8Weight,
+    Gemm,
+    Mxfp4Weight,
+    Operators,
+    load,
+    load_attention,
+    load_fp8,
+)
 from gptoss_kernels.testing import norm_error, rel_error
 
 from ..tiny_checkpoint import TinyCheckpoint, write_converted
@@ -369,11 +378,19 @@ def test_kernels_for_gpus_are_refused_where_they_cannot_run(
             tiny_runner(tiny_checkpoint.original, gemm=gemm)
     with pytest.raises(InvalidConfig, match="gemm triton needs dtype bfloat16, got float32"):
         choose_gemm(EngineConfig(gemm="triton"), torch.device("cuda"), torch.float32)
+    for attention in ("cuda", "triton", "flashinfer"):
+        with pytest.raises(
+            InvalidConfig, match=f"attention must be reference on a cpu, got {attention}: its"
+        ):
+            tiny_runner(tiny_checkpoint.original, attention=attention)
 
 
 def test_operators_whose_packages_are_missing_say_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "gptoss_kernels.triton_lang.operators", None)
-    with pytest.raises(InvalidConfig, match=r"gemm triton .* pip install 'gptoss-backend\[gpu\]'"):
+    with pytest.raises(
+        InvalidConfig,
+        match=r"gemm triton with attention reference .* pip install 'gptoss-backend\[gpu\]'",
+    ):
         load_operators(EngineConfig(gemm="triton"), torch.device("cuda"), torch.bfloat16)
 
 
@@ -423,7 +440,7 @@ class OtherExpertsBias:
 )
 def test_each_product_of_a_model_is_that_of_the_reference(gemm: Gemm):
     device = torch.device("cpu" if gemm == "reference" else "cuda")
-    kernels = ComposedOperators(load_fp8(gemm))
+    kernels = ComposedOperators(load_fp8(gemm), load_attention("reference"))
     made = RandomCheckpoint("tiny")
     weights = load_weights(made, "fp8", torch.bfloat16, device)
     token_ids = [(7 * i * i) % 512 for i in range(300)]
@@ -439,6 +456,19 @@ def test_each_product_of_a_model_is_that_of_the_reference(gemm: Gemm):
     wrong = Beside(OtherExpertsBias(kernels))
     logits_of_all(made.config, weights, token_ids, wrong)
     assert min(wrong.errors["experts"]) > 2e-2
+
+
+def test_a_cache_in_fp8_has_few_bytes_and_changes_logits_little(tiny_checkpoint: TinyCheckpoint):
+    """e4m3 rounds keys and values by up to 6 %, and so are attention's outputs off."""
+    for kv_cache, dtype in (("bf16", torch.float32), ("fp8", torch.float8_e4m3fn)):
+        runner = tiny_runner(tiny_checkpoint.original, kv_cache=kv_cache)
+        assert {each.dtype for each in (*runner._cache.keys, *runner._cache.values)} == {dtype}
+    made = RandomCheckpoint("tiny")
+    weights = load_weights(made, "bf16", torch.float32, torch.device("cpu"))
+    token_ids = [(7 * i * i) % 512 for i in range(100)]
+    plain = logits_of_all(made.config, weights, token_ids)
+    cached = logits_of_all(made.config, weights, token_ids, cache_dtype=torch.float8_e4m3fn)
+    assert 1e-3 < norm_error(cached, plain) < 0.2
 
 
 @pytest.mark.parametrize("weights", ["bf16", "fp8"])

@@ -1,4 +1,6 @@
 import inspect
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,23 +19,38 @@ def test_the_reference_has_every_operator_with_the_signature_that_the_engine_cal
             assert getattr(operators, name) is getattr(reference, name)
 
 
-@pytest.mark.parametrize("gemm", ops.GEMMS)
-def test_every_implementation_takes_what_the_protocol_of_fp8_operators_says(gemm: ops.Gemm):
-    implementation = ops.load_fp8(gemm)
-    for name, declared in inspect.getmembers(ops.Fp8Operators, inspect.isfunction):
-        if not name.startswith("_"):
-            own = dict(inspect.signature(getattr(implementation, name)).parameters)
+@pytest.mark.parametrize(
+    ("protocol", "load", "name"),
+    [
+        *((ops.Fp8Operators, ops.load_fp8, name) for name in ops.GEMMS),
+        *((ops.AttentionOperators, ops.load_attention, name) for name in ops.ATTENTIONS),
+    ],
+)
+def test_every_implementation_takes_what_its_protocol_says(
+    protocol: type, load: Callable[[str], object], name: str
+):
+    implementation = load(name)
+    for operator, declared in inspect.getmembers(protocol, inspect.isfunction):
+        if not operator.startswith("_"):
+            own = dict(inspect.signature(getattr(implementation, operator)).parameters)
             for wanted in [*inspect.signature(declared).parameters.values()][1:]:
                 found = own.pop(wanted.name)
-                assert (found.kind, found.default) == (wanted.kind, wanted.default), (gemm, name)
+                assert (found.kind, found.default) == (wanted.kind, wanted.default), operator
             for further in own.values():
-                assert further.kind is inspect.Parameter.KEYWORD_ONLY, (gemm, name, further)
-                assert further.default is not inspect.Parameter.empty, (gemm, name, further)
+                assert further.kind is inspect.Parameter.KEYWORD_ONLY, (operator, further)
+                assert further.default is not inspect.Parameter.empty, (operator, further)
 
 
-def test_an_unknown_implementation_is_refused():
-    with pytest.raises(ValueError, match="one of cuda, triton, deepgemm, reference, got 'cublas'"):
-        ops.load("cublas")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("names", "sentence"),
+    [
+        (("cublas", "reference"), "gemm must be one of cuda, triton, deepgemm, reference, got 'cu"),
+        (("reference", "xqa"), "attention must be one of cuda, triton, flashinfer, refer.* 'xqa'"),
+    ],
+)
+def test_an_unknown_implementation_is_refused(names: tuple[Any, Any], sentence: str):
+    with pytest.raises(ValueError, match=sentence):
+        ops.load(*names)
 
 
 def random_weight(*shape: int) -> Fp8Weight:
@@ -43,7 +60,7 @@ def random_weight(*shape: int) -> Fp8Weight:
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 5, 40])
 def test_composed_operators_compute_what_the_reference_does(num_tokens: int):
-    composed = ComposedOperators(reference)
+    composed = ComposedOperators(reference, reference)
     hidden, inner, num_experts = 192, 144, 6
     x = torch.randn(num_tokens, hidden).bfloat16()
     weight = quantise_weight(torch.randn(136, hidden))

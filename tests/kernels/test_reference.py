@@ -145,12 +145,13 @@ def test_rope_and_cache_write(dtype: torch.dtype):
 def test_a_negative_slot_stores_nothing():
     qkv, table = random(3, 4 * 8), gpt_oss_table(10, 8)
     positions = torch.tensor([1, 2, 3])
-    caches = [torch.full((2, 1, 4, 8), math.nan) for _ in range(4)]
-    whole = reference.rope_and_cache_write(qkv, positions, table, *caches[:2], torch.arange(3))
-    slots = torch.tensor([0, -1, 2])
-    query = reference.rope_and_cache_write(qkv, positions, table, *caches[2:], slots)
-    assert torch.equal(query, whole)
-    for cache, other in zip(caches[:2], caches[2:], strict=True):
+    found, caches = [], []
+    for slots in (torch.arange(3), torch.tensor([0, -1, 2])):
+        keys, values = (torch.full((2, 1, 4, 8), math.nan) for _ in range(2))
+        found.append(reference.rope_and_cache_write(qkv, positions, table, keys, values, slots))
+        caches.append((keys, values))
+    assert torch.equal(*found)
+    for cache, other in zip(*caches, strict=True):
         assert torch.equal(cache[0, 0, [0, 2]], other[0, 0, [0, 2]])
         assert other[0, 0, 1].isnan().all()
 
@@ -160,10 +161,13 @@ def test_a_cache_of_e4m3_holds_scaled_keys_and_values():
     qkv, table = random(5, 6 * 64, std=100.0), gpt_oss_table(10, 64)
     positions, slots = torch.arange(5), torch.tensor([7, 0, 3, 2, 5])
     scales = torch.tensor([0.25, 3.0]), torch.tensor([1.0, 0.5])
-    plain = [torch.zeros(2, 2, 4, 64) for _ in range(2)]
-    reference.rope_and_cache_write(qkv, positions, table, *plain, slots)
-    caches = [torch.zeros(2, 2, 4, 64, dtype=torch.float8_e4m3fn) for _ in range(2)]
-    reference.rope_and_cache_write(qkv, positions, table, *caches, slots, *scales)
+
+    def caches_in(dtype: torch.dtype, *scales: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = (torch.zeros(2, 2, 4, 64, dtype=dtype) for _ in range(2))
+        reference.rope_and_cache_write(qkv, positions, table, keys, values, slots, *scales)
+        return keys, values
+
+    plain, caches = caches_in(torch.float32), caches_in(E4M3, *scales)
     for cache, exact, scale in zip(caches, plain, scales, strict=True):
         stored, scaled = cache.float(), exact / scale[:, None, None]
         is_beyond = scaled.abs() > 448
@@ -315,20 +319,22 @@ def test_attention_over_a_cache_of_e4m3_is_that_over_what_it_stands_for():
     scales = torch.tensor([0.25, 3.0]), torch.tensor([0.75, 0.5])
     cached = [(c.float() / s[:, None, None]).to(E4M3) for c, s in zip(plain, scales, strict=True)]
 
-    def attend(keys: Tensor, values: Tensor, *scales: Tensor) -> Tensor:
+    def attend(keys: Tensor, values: Tensor, **scales: Tensor) -> Tensor:
         return reference.attention(
             *(paged.query.float(), keys, values, paged.sinks),
             *(paged.query_start, paged.seq_lens, paged.page_tables),
             scale=paged.scale,
             window=None,
-            **dict(zip(("key_scale", "value_scale"), scales, strict=False)),
+            **scales,
         )
 
     exact = attend(*(c.double() * s[:, None, None] for c, s in zip(cached, scales, strict=True)))
-    assert rel_error(attend(*cached, *scales), exact) < 1e-5
-    assert rel_error(attend(*cached, scales[1], scales[0]), exact) > 0.1
-    ones = attend(*cached, torch.ones(2), torch.ones(2))
-    assert torch.equal(attend(*cached), ones)
+    of_keys, of_values = scales
+    scaled = attend(*cached, key_scale=of_keys, value_scale=of_values)
+    assert rel_error(scaled, exact) < 1e-5
+    assert rel_error(attend(*cached, key_scale=of_values, value_scale=of_keys), exact) > 0.1
+    ones = torch.ones(2)
+    assert torch.equal(attend(*cached), attend(*cached, key_scale=ones, value_scale=ones))
 
 
 def test_attention_of_sequences_without_queries():

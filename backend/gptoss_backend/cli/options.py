@@ -64,11 +64,18 @@ def _resolved(config: EngineConfig) -> EngineConfig:
 
     What was asked of a GPU that is not here is refused before a server starts.
     """
-    if config.device == "cuda" or config.gemm not in ("auto", "reference"):
-        from gptoss_engine.runner import choose_device, choose_dtype, choose_gemm
+    if config.device == "cuda" or {config.gemm, config.attention} - {"auto", "reference"}:
+        from gptoss_engine.runner import (
+            choose_attention,
+            choose_device,
+            choose_dtype,
+            choose_gemm,
+        )
 
         device = choose_device(config)
-        choose_gemm(config, device, choose_dtype(config, device))
+        dtype = choose_dtype(config, device)
+        choose_gemm(config, device, dtype)
+        choose_attention(config, device, dtype)
     if config.model == "demo":
         return config
     folder = Path(config.model).expanduser()
