@@ -81,52 +81,6 @@ __device__ __forceinline__ void prefetch_line(const void* source) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(source) : "memory");
 }
 
-__device__ __forceinline__ float4 load_float4(uint32_t address) {
-    float4 v;
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                 : "r"(address)
-                 : "memory");
-    return v;
-}
-
-// Past the first cache, which does not see what other blocks wrote.
-__device__ __forceinline__ float4 load_fresh(const float* pointer) {
-    float4 v;
-    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                 : "l"(pointer)
-                 : "memory");
-    return v;
-}
-
-__device__ __forceinline__ int load_fresh(const int* pointer) {
-    int v;
-    asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(pointer) : "memory");
-    return v;
-}
-
-// Two halves from the lower, two from the upper two of four e4m3 values.
-__device__ __forceinline__ void to_halves(uint32_t values, uint32_t& low, uint32_t& high) {
-    asm("{\n"
-        ".reg .b16 a, b;\n"
-        "mov.b32 {a, b}, %2;\n"
-        "cvt.rn.f16x2.e4m3x2 %0, a;\n"
-        "cvt.rn.f16x2.e4m3x2 %1, b;\n"
-        "}"
-        : "=r"(low), "=r"(high)
-        : "r"(values));
-}
-
-__device__ __forceinline__ void multiply(float (&sums)[4], const uint32_t (&a)[4],
-                                         const uint32_t (&b)[2]) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3},"
-        " {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
 // ---- who does what ----------------------------------------------------------------------------
 
 struct Entry {
@@ -471,7 +425,7 @@ struct Multiplier {
             to_halves(rows[0][i], a[0], a[2]);
             to_halves(rows[1][i], a[1], a[3]);
             to_halves(rows[2][i], b[0], b[1]);
-            multiply(products, a, b);
+            multiply_f16(products, a, b);
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) sums[i] += products[i] * scale[chunk][i % 2];

@@ -77,7 +77,7 @@ class FewRowsTile:
     def spec(self) -> runtime.KernelSpec:
         return runtime.KernelSpec(
             self.source,
-            files=(f"{self.source}.cu",),
+            files=("mma.cuh", f"{self.source}.cu"),
             defines=tuple(self.defines.items()),
             shared_bytes=self.shared_bytes,
             variant=self.variant,

@@ -222,6 +222,37 @@ __device__ __forceinline__ void store_global(unsigned char* pointer, const uint3
                  : "memory");
 }
 
+__device__ __forceinline__ float4 load_float4(uint32_t address) {
+    float4 v;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "r"(address)
+                 : "memory");
+    return v;
+}
+
+__device__ __forceinline__ void store_float4(uint32_t address, float4 v) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v.x), "f"(v.y),
+                 "f"(v.z), "f"(v.w)
+                 : "memory");
+}
+
+// Past the first cache, which does not see what other blocks wrote.
+__device__ __forceinline__ float4 load_fresh(const float* pointer) {
+    float4 v;
+    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "l"(pointer)
+                 : "memory");
+    return v;
+}
+
+__device__ __forceinline__ int load_fresh(const int* pointer) {
+    int v;
+    asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(pointer) : "memory");
+    return v;
+}
+
 // ---- arithmetic ------------------------------------------------------------------------------
 
 // C's fminf and fmaxf give the other operand where one is NaN.
