@@ -1,0 +1,237 @@
+"""Hopper kernels on the CPU: the same .cu files, the same operators, no GPU.
+
+    with emulated(seed=3):
+        values, scale = quantise(x)        # any operator of gptoss_kernels.cuda, on CPU tensors
+
+What a launch gets is what the driver would get: `runtime.Launch` and `runtime.tensor_map` run as
+they are, above a driver that is made here. g++ compiles the kernel's text (translate.py); its
+threads are fibers (machine.cpp), and all that is asynchronous is late or early by the seed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import struct
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from gptoss_kernels import contracts
+from gptoss_kernels.cuda import runtime
+from gptoss_kernels.cuda.compiler import KernelSpec
+
+from .translate import FOLDER, translate
+
+_FLAGS = ("-std=c++17", "-shared", "-fPIC", "-w")
+_ELEMENT_BYTES = (1, 2, 4, 4, 8, 8, 2, 4, 8, 2, 4, 4, 4)  # by CUtensorMapDataType
+_SWIZZLE_BYTES = (0, 32, 64, 128)
+_MAP = struct.Struct("<QQ3I5I5Q5H3H8x")
+_MAP_MARK = 0x50414D524F534E45
+
+
+class EmulationError(AssertionError):
+    """What a kernel does wrong, and which thread of which block."""
+
+
+class _Setting(ctypes.Structure):
+    _fields_ = (
+        *(("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3)),
+        *(("shared_bytes", ctypes.c_uint), ("resident", ctypes.c_uint)),
+        ("seed", ctypes.c_uint64),
+    )
+
+
+@dataclass
+class Emulation:
+    """How kernels run. Each launch takes the next seed.
+
+    resident: how many blocks, or clusters, are at work at a time. change: of a kernel's text, so
+    that a test can show that a wrong one is seen.
+    """
+
+    seed: int = 0
+    num_multiprocessors: int = 4
+    resident: int = 2
+    change: Callable[[str], str] | None = None
+
+    def launch(
+        self,
+        spec: KernelSpec,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shared_bytes: int,
+        arguments: ctypes.Array[ctypes.c_void_p],
+    ) -> None:
+        source = spec.source
+        if self.change:
+            changed = self.change(source)
+            assert changed != source, "the change of the kernel changed nothing"
+            source = changed
+        run = _compiled(source, spec.name, spec.defines)
+        seed, self.seed = self.seed, self.seed + 1
+        setting = _Setting(grid, block, shared_bytes, self.resident, seed)
+        if message := run(ctypes.byref(setting), arguments):
+            raise EmulationError(f"{spec}, seed {seed}: {message.decode()}")
+
+
+@contextmanager
+def emulated(
+    seed: int = 0,
+    *,
+    num_multiprocessors: int = 4,
+    resident: int = 2,
+    change: Callable[[str], str] | None = None,
+) -> Iterator[Emulation]:
+    """Operators in CUDA C++ run here, on tensors of the CPU, until the end of the block."""
+    emulation = Emulation(seed, num_multiprocessors, resident, change)
+    driver = _Driver(emulation)
+    properties = SimpleNamespace(
+        multi_processor_count=num_multiprocessors, major=9, minor=0, L2_cache_size=50 * 2**20
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime, "_driver", lambda: driver)
+        patch.setattr(runtime, "_launches", {})
+        patch.setattr(runtime, "require_hopper", lambda device: None)
+        patch.setattr(runtime, "load", lambda spec, device: _Kernel(spec, driver))
+        patch.setattr(contracts, "check_gpu", lambda *arguments: None)
+        patch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+        patch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+        patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+        runtime._encode.cache_clear()
+        yield emulation
+        runtime._encode.cache_clear()
+
+
+class _Kernel:
+    """As runtime.Kernel."""
+
+    def __init__(self, spec: KernelSpec, driver: _Driver) -> None:
+        self.spec = spec
+        self.shared_bytes = spec.shared_bytes
+        self._library = driver
+        self.function = spec
+
+
+class _Driver:
+    """libcuda.so.1, as far as runtime.py calls it."""
+
+    def __init__(self, emulation: Emulation) -> None:
+        self._emulation = emulation
+
+    def cuLaunchKernelEx(  # noqa: N802
+        self, config: Any, function: KernelSpec, arguments: Any, extra: None
+    ) -> int:
+        launch = config._obj
+        grid, block = tuple(launch.grid), tuple(launch.block)
+        self._emulation.launch(function, grid, block, launch.shared_bytes, arguments)
+        return 0
+
+    def cuTensorMapEncodeTiled(  # noqa: N802
+        self,
+        target: ctypes.c_void_p,
+        kind: int,
+        rank: int,
+        address: ctypes.c_void_p,
+        sizes: ctypes.Array[ctypes.c_uint64],
+        pitches: ctypes.Array[ctypes.c_uint64],
+        box: ctypes.Array[ctypes.c_uint32],
+        steps: ctypes.Array[ctypes.c_uint32],
+        interleave: int,
+        swizzle: int,
+        promotion: int,
+        fill: int,
+    ) -> int:
+        """What the driver refuses is refused: with its number for a value that is invalid."""
+        element, span = _ELEMENT_BYTES[kind], _SWIZZLE_BYTES[swizzle]
+        row_bytes = box[0] * element
+        is_valid = (
+            *((address.value or 0) % 16 == 0, interleave == 0, fill == 0),
+            all(0 < sizes[i] <= 2**32 for i in range(rank)),
+            all(pitches[i] % 16 == 0 and pitches[i] < 2**40 for i in range(rank - 1)),
+            all(0 < box[i] <= 256 and steps[i] == 1 for i in range(rank)),
+            row_bytes % 16 == 0,
+            not span or row_bytes <= span,
+        )
+        if not all(is_valid):
+            return 1
+        if span and row_bytes != span:
+            raise EmulationError(f"a box of {row_bytes} bytes a row, swizzled by {span}")
+        rest = [0] * (5 - rank)
+        packed = _MAP.pack(
+            *(_MAP_MARK, address.value or 0, rank, element, span),
+            *(*(min(sizes[i], 2**32 - 1) for i in range(rank)), *rest),
+            *(element, *(pitches[i] for i in range(rank - 1)), *rest),
+            *(*(box[i] for i in range(rank)), *rest, 0, 0, 0),
+        )
+        ctypes.memmove(target.value or 0, packed.ljust(128, b"\0"), 128)
+        return 0
+
+    def cuGetErrorString(self, status: int, text: Any) -> int:  # noqa: N802
+        text._obj.value = b"invalid argument"
+        return 0
+
+
+# ---- compiling ---------------------------------------------------------------------------------
+
+
+def _cache() -> Path:
+    folder = Path(tempfile.gettempdir()) / f"gptoss-emulator-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def _build(output: Path, arguments: list[str]) -> None:
+    """Under another name first: several processes may build the same."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        raise EmulationError("the emulator of Hopper compiles kernels with g++, and there is none")
+    partial = output.with_name(f"{output.stem}.{os.getpid()}{output.suffix}")
+    found = subprocess.run(
+        [compiler, *arguments, "-o", str(partial)], capture_output=True, text=True
+    )
+    if found.returncode:
+        lines = [line for line in found.stderr.splitlines() if "error" in line]
+        raise EmulationError(f"g++ refused a kernel ({arguments[-1]}):\n" + "\n".join(lines[:10]))
+    partial.replace(output)
+
+
+@functools.cache
+def _machine() -> Path:
+    texts = [(FOLDER / name).read_text() for name in ("machine.hpp", "machine.cpp")]
+    output = _cache() / f"machine-{_hash(*texts)}.o"
+    if not output.exists():
+        _build(output, ["-std=c++17", "-O2", "-fPIC", "-c", str(FOLDER / "machine.cpp")])
+    return output
+
+
+def _hash(*texts: str) -> str:
+    return hashlib.sha256(repr(texts).encode()).hexdigest()[:24]
+
+
+@functools.cache
+def _compiled(source: str, name: str, defines: tuple[tuple[str, int], ...]) -> Any:
+    """The function that launches a kernel; its __device__ variables stay from launch to launch."""
+    text = translate(source, name)
+    flags = [f"-D{key}={value}" for key, value in sorted(defines)]
+    headers = [(FOLDER / header).read_text() for header in ("ptx.hpp", "cuda.hpp", "machine.hpp")]
+    machine = _machine()
+    output = _cache() / f"{name}-{_hash(text, *flags, *headers, machine.name)}.so"
+    if not output.exists():
+        written = output.with_suffix(".cpp")
+        written.write_text(text)
+        _build(output, [*_FLAGS, "-O1", f"-I{FOLDER}", *flags, str(machine), str(written)])
+    library = ctypes.CDLL(str(output))
+    library.emulated_launch.restype = ctypes.c_char_p
+    return library.emulated_launch
