@@ -14,6 +14,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -29,12 +30,12 @@ import pytest
 import torch
 
 from gptoss_kernels import contracts
-from gptoss_kernels.cuda import runtime
+from gptoss_kernels.cuda import compiler, runtime
 from gptoss_kernels.cuda.compiler import KernelSpec
 
 from .translate import FOLDER, translate
 
-_FLAGS = ("-std=c++17", "-shared", "-fPIC", "-w")
+_FLAGS = ("-std=c++17", "-O1", "-g1", "-fPIC", "-fno-omit-frame-pointer", "-w")
 _ELEMENT_BYTES = (1, 2, 4, 4, 8, 8, 2, 4, 8, 2, 4, 4, 4)  # by CUtensorMapDataType
 _SWIZZLE_BYTES = (0, 32, 64, 128)
 _MAP = struct.Struct("<QQ3I5I5Q5H3H8x")
@@ -74,7 +75,7 @@ class Emulation:
         shared_bytes: int,
         arguments: ctypes.Array[ctypes.c_void_p],
     ) -> None:
-        source = spec.source
+        source = _with_places(spec)
         if self.change:
             changed = self.change(source)
             assert changed != source, "the change of the kernel changed nothing"
@@ -83,7 +84,8 @@ class Emulation:
         seed, self.seed = self.seed, self.seed + 1
         setting = _Setting(grid, block, shared_bytes, self.resident, seed)
         if message := run(ctypes.byref(setting), arguments):
-            raise EmulationError(f"{spec}, seed {seed}: {message.decode()}")
+            words = _with_lines(message.decode(), run.path)
+            raise EmulationError(f"{spec}, seed {seed}: {words}")
 
 
 @contextmanager
@@ -96,15 +98,15 @@ def emulated(
 ) -> Iterator[Emulation]:
     """Operators in CUDA C++ run here, on tensors of the CPU, until the end of the block."""
     emulation = Emulation(seed, num_multiprocessors, resident, change)
-    driver = _Driver(emulation)
     properties = SimpleNamespace(
         multi_processor_count=num_multiprocessors, major=9, minor=0, L2_cache_size=50 * 2**20
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runtime, "_driver", lambda: driver)
+        patch.setattr(_Driver, "emulation", emulation)
+        patch.setattr(runtime, "_driver", _Driver)
         patch.setattr(runtime, "_launches", {})
         patch.setattr(runtime, "require_hopper", lambda device: None)
-        patch.setattr(runtime, "load", lambda spec, device: _Kernel(spec, driver))
+        patch.setattr(runtime, "load", lambda spec, device: _Kernel(spec))
         patch.setattr(contracts, "check_gpu", lambda *arguments: None)
         patch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
         patch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
@@ -117,25 +119,24 @@ def emulated(
 class _Kernel:
     """As runtime.Kernel."""
 
-    def __init__(self, spec: KernelSpec, driver: _Driver) -> None:
-        self.spec = spec
-        self.shared_bytes = spec.shared_bytes
-        self._library = driver
+    def __init__(self, spec: KernelSpec) -> None:
         self.function = spec
+        self.shared_bytes = spec.shared_bytes
+        self._library = _Driver()
 
 
 class _Driver:
     """libcuda.so.1, as far as runtime.py calls it."""
 
-    def __init__(self, emulation: Emulation) -> None:
-        self._emulation = emulation
+    emulation: Emulation | None = None  # one for all: operators keep their kernels
 
     def cuLaunchKernelEx(  # noqa: N802
         self, config: Any, function: KernelSpec, arguments: Any, extra: None
     ) -> int:
         launch = config._obj
         grid, block = tuple(launch.grid), tuple(launch.block)
-        self._emulation.launch(function, grid, block, launch.shared_bytes, arguments)
+        assert self.emulation, "a kernel that was loaded by the emulator is launched outside of it"
+        self.emulation.launch(function, grid, block, launch.shared_bytes, arguments)
         return 0
 
     def cuTensorMapEncodeTiled(  # noqa: N802
@@ -212,7 +213,7 @@ def _machine() -> Path:
     texts = [(FOLDER / name).read_text() for name in ("machine.hpp", "machine.cpp")]
     output = _cache() / f"machine-{_hash(*texts)}.o"
     if not output.exists():
-        _build(output, ["-std=c++17", "-O2", "-fPIC", "-c", str(FOLDER / "machine.cpp")])
+        _build(output, [*_FLAGS, "-O2", "-c", str(FOLDER / "machine.cpp")])
     return output
 
 
@@ -231,7 +232,39 @@ def _compiled(source: str, name: str, defines: tuple[tuple[str, int], ...]) -> A
     if not output.exists():
         written = output.with_suffix(".cpp")
         written.write_text(text)
-        _build(output, [*_FLAGS, "-O1", f"-I{FOLDER}", *flags, str(machine), str(written)])
+        _build(output, [*_FLAGS, "-shared", f"-I{FOLDER}", *flags, str(machine), str(written)])
     library = ctypes.CDLL(str(output))
     library.emulated_launch.restype = ctypes.c_char_p
+    library.emulated_launch.path = output
     return library.emulated_launch
+
+
+# ---- where in the code -------------------------------------------------------------------------
+
+
+def _with_places(spec: KernelSpec) -> str:
+    """A kernel's source with the names of the files that it is made of."""
+    source = spec.source
+    for path in (Path(compiler.__file__).parent).glob("*.cu*"):
+        text = path.read_text()
+        if text in source:
+            source = source.replace(text, f'#line 1 "{path.name}"\n{text}\n#line 1 "generated"\n')
+    return source
+
+
+def _with_lines(message: str, library: Path) -> str:
+    """What the machine gave as addresses, as lines of the kernel's files, the innermost first."""
+
+    def lines(found: re.Match[str]) -> str:
+        addresses = [f"0x{each}" for each in found[1].split(",")]
+        tool = shutil.which("addr2line")
+        if tool is None:
+            return ""
+        told = subprocess.run(
+            [tool, "-i", "-s", "-e", str(library), *addresses], capture_output=True, text=True
+        )
+        places = [line.split(" ")[0] for line in told.stdout.splitlines()]
+        ours = [place for place in places if re.match(r"[\w.]+\.cuh?:|generated:", place)]
+        return " (" + " < ".join(dict.fromkeys(ours[:6])) + ")" if ours else ""
+
+    return re.sub(r" @\{([0-9a-f,]*)\}", lines, message)

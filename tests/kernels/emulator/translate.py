@@ -48,7 +48,10 @@ class UnknownInstruction(Exception):
 _FAMILIES: tuple[tuple[str, str | None], ...] = (
     (rf"ld(\.volatile|\.relaxed\.\w+|\.acquire\.\w+)\.global{_CACHE}{_VECTOR}", "poll_global"),
     (rf"ld(\.weak)?\.global{_CACHE}{_VECTOR}", "load_global"),
-    (rf"st(\.weak|\.volatile|\.relaxed\.\w+|\.release\.\w+)?\.global{_CACHE}{_VECTOR}", "store_global"),
+    (
+        rf"st(\.weak|\.volatile|\.relaxed\.\w+|\.release\.\w+)?\.global{_CACHE}{_VECTOR}",
+        "store_global",
+    ),
     (rf"ld(\.volatile|\.weak)?\.shared(::cta|::cluster)?{_VECTOR}", "load_shared"),
     (rf"st(\.volatile|\.weak)?\.shared(::cta|::cluster)?{_VECTOR}", "store_shared"),
     (rf"st\.async(\.weak)?\.shared::cluster\.mbarrier::complete_tx::bytes{_VECTOR}", "store_async"),
@@ -100,9 +103,7 @@ _BOX_STORE = re.compile(
 _WGMMA = re.compile(
     r"wgmma\.mma_async\.sync\.aligned\.m64n(?P<columns>\d+)k(?P<k>\d+)\.f32\.(?P<type>\w+)\.\w+"
 )
-_MMA = re.compile(
-    r"mma\.sync\.aligned\.m16n8k(?P<k>\d+)\.row\.col\.f32\.(?P<type>\w+)\.\w+\.f32"
-)
+_MMA = re.compile(r"mma\.sync\.aligned\.m16n8k(?P<k>\d+)\.row\.col\.f32\.(?P<type>\w+)\.\w+\.f32")
 _KNOWN = set(re.findall(r"\b(\w+)\(", (FOLDER / "ptx.hpp").read_text()))
 
 
@@ -298,7 +299,9 @@ def _statement(arguments: str) -> str:
 def _without_asm(source: str) -> str:
     """Each asm statement replaced; lines keep their numbers."""
     result, position = [], 0
-    pattern = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:[^"\\]|\\.)*"|\basm\b(?:\s+volatile)?\s*\(', re.DOTALL)
+    pattern = re.compile(
+        r'//[^\n]*|/\*.*?\*/|"(?:[^"\\]|\\.)*"|\basm\b(?:\s+volatile)?\s*\(', re.DOTALL
+    )
     for found in pattern.finditer(source):
         if found.start() < position or not found[0].startswith("asm"):
             continue
@@ -356,9 +359,10 @@ def translate(source: str, kernel: str) -> str:
     cluster = signature and re.search(r"__cluster_dims__\(([^()]*)\)", signature[0])
     size = " * ".join(f"({each})" for each in _split(cluster[1], ",")) if cluster else "1"
     return (
-        '#include "ptx.hpp"\n#line 1 "kernel.cu"\n'
+        '#include "ptx.hpp"\n'
         + text
         + f"""
+#line 1 "launch"
 extern "C" const char* emulated_launch(const void* setting, void** arguments) {{
     return emulator::launch(
         setting, {size}, [](void** packed) {{ emulator::call({kernel}, packed); }}, arguments);
