@@ -366,8 +366,8 @@ def check_attention_inputs(
         check_type(name, tensor, torch.int32, query, "query")
         check_shape(name, tensor, shape)
         check_contiguous(name, tensor)
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1, got {window}")
+    if window is not None and not 1 <= window < 2**31:
+        raise ValueError(f"window must be 1 to 2^31 - 1, got {window}")
 
 
 def check_caches(
@@ -387,6 +387,8 @@ def check_caches(
             f"key_cache must be [P, KV, page_size, {HEAD_DIM}], got {list(key_cache.shape)}"
         )
     num_pages, num_kv_heads, page_size, _ = key_cache.shape
+    if not num_kv_heads:
+        raise ValueError(f"key_cache must have at least 1 head, got {list(key_cache.shape)}")
     if page_size not in PAGE_SIZES:
         sizes = ", ".join(map(str, PAGE_SIZES))
         raise ValueError(f"page_size must be one of {sizes}, got {page_size}")
@@ -407,6 +409,53 @@ def check_caches(
         check_type(name, scale, torch.float32, x, x_name)
         check_shape(name, scale, (num_kv_heads,))
         check_contiguous(name, scale)
+
+
+def check_rope_inputs(
+    qkv: Tensor,
+    positions: Tensor,
+    rope_table: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+    out: Tensor | None,
+) -> None:
+    """Of rope_and_cache_write, but for the values of positions and slots, which stay on the device.
+
+    `out` is room for the queries, if there is any.
+    """
+    check_type("qkv", qkv, torch.bfloat16, qkv)
+    check_caches(key_cache, value_cache, key_scale, value_scale, qkv, "qkv")
+    num_kv_heads = key_cache.shape[1]
+    least = (2 * num_kv_heads + 1) * HEAD_DIM
+    if qkv.dim() != 2 or qkv.shape[1] % HEAD_DIM or qkv.shape[1] < least or not num_kv_heads:
+        raise ValueError(
+            f"qkv must be [T, (N + 2 KV) * {HEAD_DIM}], N and KV at least 1, got {list(qkv.shape)} "
+            f"for {num_kv_heads} key-value heads"
+        )
+    if qkv.numel() >= 2**30 * HEAD_DIM:  # kernels number the heads of all tokens
+        raise ValueError(f"qkv must have T (N + 2 KV) below 2^30, got {list(qkv.shape)}")
+    check_contiguous("qkv", qkv)
+    check_start("qkv", qkv)
+    num_tokens, width = qkv.shape
+    for name, tensor in (("positions", positions), ("slot_mapping", slot_mapping)):
+        check_type(name, tensor, torch.int64, qkv, "qkv")
+        check_shape(name, tensor, (num_tokens,))
+        check_contiguous(name, tensor)
+    check_type("rope_table", rope_table, torch.float32, qkv, "qkv")
+    if rope_table.dim() != 2 or rope_table.shape[1] != HEAD_DIM:
+        raise ValueError(
+            f"rope_table must be [positions, {HEAD_DIM}], got {list(rope_table.shape)}"
+        )
+    check_contiguous("rope_table", rope_table)
+    check_start("rope_table", rope_table)
+    if out is not None:
+        check_type("out", out, torch.bfloat16, qkv, "qkv")
+        check_shape("out", out, (num_tokens, width // HEAD_DIM - 2 * num_kv_heads, HEAD_DIM))
+        check_contiguous("out", out)
+        check_start("out", out)
 
 
 def check_decodes(decodes: Decodes, num_tokens: int, num_sequences: int) -> None:
