@@ -54,15 +54,15 @@ class Driver:
     def encode(self, target: int, kind: int, rank: int, address: int, *others: int) -> int:
         sizes, pitches, box, steps, interleave, swizzle, promotion, fill = others
         assert target % 64 == 0
-        assert (rank, interleave, promotion, fill) == (2, 0, 3, 0)
+        assert (interleave, promotion, fill) == (0, 3, 0)
         ctypes.memset(target, len(self.encoded) + 1, 128)
         self.encoded.append(
             (
                 *(kind, address, swizzle),
-                *(ctypes.c_uint64 * 2).from_address(sizes),
-                *(ctypes.c_uint64 * 1).from_address(pitches),
-                *(ctypes.c_uint32 * 2).from_address(box),
-                *(ctypes.c_uint32 * 2).from_address(steps),
+                *(ctypes.c_uint64 * rank).from_address(sizes),
+                *(ctypes.c_uint64 * (rank - 1)).from_address(pitches),
+                *(ctypes.c_uint32 * rank).from_address(box),
+                *(ctypes.c_uint32 * rank).from_address(steps),
             )
         )
         return self.encode_status
@@ -185,6 +185,14 @@ def test_a_matrix_is_described_by_its_columns_first(
     assert bytes(described) == b"\x01" * 128
 
 
+def test_three_dimensions_are_described_from_the_innermost_one(install) -> None:
+    driver = install(Driver())
+    tensor = torch.zeros(5, 6, 16, dtype=torch.bfloat16)
+    runtime.tensor_map(tensor, (3, 2, 8), 128)
+    sizes, pitches, box, steps = (16, 6, 5), (32, 192), (8, 2, 3), (1, 1, 1)
+    assert driver.encoded == [(9, tensor.data_ptr(), 3, *sizes, *pitches, *box, *steps)]
+
+
 def test_a_matrix_is_described_once(install) -> None:
     driver = install(Driver())
     matrix = torch.zeros(6, 32)
@@ -202,7 +210,7 @@ def test_a_matrix_is_described_once(install) -> None:
 
 def test_a_matrix_that_the_driver_refuses_is_named(install) -> None:
     install(Driver(encode_status=1))
-    with pytest.raises(CudaError, match="could not describe a matrix of 6 x 32 in boxes of 4 x 8"):
+    with pytest.raises(CudaError, match="could not describe a tensor of 6 x 32 in boxes of 4 x 8"):
         runtime.tensor_map(torch.zeros(6, 32), (4, 8), 0)
 
 

@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 ARCHITECTURE = "sm_90a"
 MAXIMUM_SHARED_BYTES = 232_448
@@ -117,27 +117,48 @@ def nvrtc_version() -> str:
     return f"{major}.{minor}"  # of a CUDA toolkit
 
 
-def wgmma_source(columns: int) -> str:
-    """`wgmma_e4m3<columns>`: 64 x columns x 32, both matrices in shared memory, sums in fp32.
+def wgmma_source(
+    columns: int,
+    values: Literal["e4m3", "bf16"] = "e4m3",
+    *,
+    a_in_registers: bool = False,
+    transposes_b: bool = False,
+) -> str:
+    """`wgmma_<values><columns>`: 64 x columns x 32 bytes, sums in fp32.
 
+    Both matrices are K-major in shared memory. `_registers`: a is in four registers instead, as
+    each lane's part of `mma`'s is. `_transposed`: the columns of b are adjacent (bf16 alone).
     The instruction names each of its accumulators, which no template can do.
     """
+    name = f"wgmma_{values}{'_registers' * a_in_registers}{'_transposed' * transposes_b}"
     count = columns // 2
     registers = ", ".join(f"%{i}" for i in range(count))
     operands = ", ".join(f'"+f"(sums[{i}])' for i in range(count))
+    num_words = 4 if a_in_registers else 1
+    after = count + num_words
+    words = ", ".join(f"%{i}" for i in range(count, after))
+    transposed = ""
+    if values == "bf16":
+        transposed = f", {int(transposes_b)}" if a_in_registers else f", 0, {int(transposes_b)}"
+    if a_in_registers:
+        a, words = "const uint32_t (&a)[4]", f"{{{words}}}"
+        a_operands = ", ".join(f'"r"(a[{i}])' for i in range(4))
+    else:
+        a, a_operands = "uint32_t a", '"l"(MATRIX_DESCRIPTOR_HIGH | a)'
     return f"""
 template <int COLUMNS>
-__device__ __forceinline__ void wgmma_e4m3(float (&sums)[COLUMNS / 2], uint32_t a, uint32_t b,
+__device__ __forceinline__ void {name}(float (&sums)[COLUMNS / 2], {a}, uint32_t b,
                                            int accumulate);
 template <>
-__device__ __forceinline__ void wgmma_e4m3<{columns}>(float (&sums)[{count}], uint32_t a,
+__device__ __forceinline__ void {name}<{columns}>(float (&sums)[{count}], {a},
                                                       uint32_t b, int accumulate) {{
     asm volatile(
-        "{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"
-        "wgmma.mma_async.sync.aligned.m64n{columns}k32.f32.e4m3.e4m3 {{{registers}}}, "
-        "%{count}, %{count + 1}, p, 1, 1;\\n}}"
+        "{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{after + 1}, 0;\\n"
+        "wgmma.mma_async.sync.aligned.m64n{columns}k{32 if values == "e4m3" else 16}\
+.f32.{values}.{values} {{{registers}}}, "
+        "{words}, %{after}, p, 1, 1{transposed};\\n}}"
         : {operands}
-        : "l"(MATRIX_DESCRIPTOR_HIGH | a), "l"(MATRIX_DESCRIPTOR_HIGH | b), "r"(accumulate));
+        : {a_operands}, "l"(MATRIX_DESCRIPTOR_HIGH | b), "r"(accumulate));
 }}
 """
 

@@ -77,6 +77,16 @@ __device__ __forceinline__ void load_box(uint32_t destination, const TensorMap* 
         : "memory");
 }
 
+// Of a map of three dimensions.
+__device__ __forceinline__ void load_box(uint32_t destination, const TensorMap* map,
+                                         uint32_t barrier, int inner, int middle, int outer) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(destination),
+        "l"(map), "r"(barrier), "r"(inner), "r"(middle), "r"(outer)
+        : "memory");
+}
+
 // To the same place, and onto the same barrier, in each block of the cluster that `mask` names.
 __device__ __forceinline__ void load_box_multicast(uint32_t destination, const TensorMap* map,
                                                    uint32_t barrier, int inner, int outer,
@@ -276,6 +286,20 @@ __device__ __forceinline__ float logistic2(float x) {
     return result;
 }
 
+// 2^x to 2^-22 of its value, 0 below 2^-126; one instruction of the special functions' unit.
+__device__ __forceinline__ float exp2_approximate(float x) {
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+    return power;
+}
+
+// 1 / x to 2^-23 of its value, 0 for inf.
+__device__ __forceinline__ float reciprocal_approximate(float x) {
+    float result;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+}
+
 // Four values, the first in the lowest byte; ties to even.
 __device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d) {
     uint32_t packed;
@@ -347,6 +371,12 @@ template <int COUNT>
 __device__ __forceinline__ void fence_registers(float (&registers)[COUNT]) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(registers[i])::"memory");
+}
+
+template <int COUNT>
+__device__ __forceinline__ void fence_registers(uint32_t (&registers)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(registers[i])::"memory");
 }
 
 // The lower half of what tells the tensor cores about a K-major tile with rows of 128 bytes,

@@ -107,23 +107,21 @@ def require_hopper(device: int) -> None:
 
 
 class TensorMap(ctypes.Structure):
-    """What the copy engine knows of a matrix: 128 opaque bytes."""
+    """What the copy engine knows of a tensor: 128 opaque bytes."""
 
     _fields_ = (("opaque", ctypes.c_uint64 * 16),)
 
 
-def tensor_map(matrix: torch.Tensor, box: tuple[int, int], swizzle_bytes: int) -> TensorMap:
-    """For boxes of `box` (rows, columns) of `matrix` [rows, columns], whose columns are adjacent.
+def tensor_map(tensor: torch.Tensor, box: tuple[int, ...], swizzle_bytes: int) -> TensorMap:
+    """For boxes of the size `box` of a matrix, or of three dimensions; the last one's are adjacent.
 
-    What a box covers beyond the matrix reads as zero and is not written.
+    What a box covers beyond the tensor reads as zero and is not written.
     """
-    pitch = matrix.stride(0) * matrix.element_size()
-    return _encode(matrix.data_ptr(), *matrix.shape, pitch, matrix.dtype, *box, swizzle_bytes)
+    size = tensor.element_size()
+    pitches = tuple(stride * size for stride in tensor.stride()[:-1])
+    return _encode(tensor.data_ptr(), tensor.shape, pitches, tensor.dtype, box, swizzle_bytes)
 
 
-_Sizes = ctypes.c_uint64 * 2
-_Pitches = ctypes.c_uint64 * 1
-_Box = ctypes.c_uint32 * 2
 _MapMemory = ctypes.c_char * 192
 
 
@@ -131,33 +129,32 @@ _MapMemory = ctypes.c_char * 192
 @functools.lru_cache(maxsize=4096)
 def _encode(
     address: int,
-    rows: int,
-    columns: int,
-    pitch: int,
+    shape: tuple[int, ...],
+    pitches: tuple[int, ...],
     dtype: torch.dtype,
-    box_rows: int,
-    box_columns: int,
+    box: tuple[int, ...],
     swizzle_bytes: int,
 ) -> TensorMap:
+    rank = len(shape)
     memory = _MapMemory()
     aligned = (ctypes.addressof(memory) + 63) & ~63
+    # The driver counts dimensions from the innermost one.
     status = _driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(aligned),
         _TYPES[dtype],
-        2,
+        rank,
         ctypes.c_void_p(address),
-        _Sizes(columns, rows),
-        _Pitches(pitch),
-        _Box(box_columns, box_rows),
-        _Box(1, 1),
+        (ctypes.c_uint64 * rank)(*reversed(shape)),
+        (ctypes.c_uint64 * (rank - 1))(*reversed(pitches)),
+        (ctypes.c_uint32 * rank)(*reversed(box)),
+        (ctypes.c_uint32 * rank)(*[1] * rank),
         0,
         _SWIZZLES[swizzle_bytes],
         _PROMOTE_256_BYTES,
         0,
     )
-    _check(
-        status, f"describe a matrix of {rows} x {columns} in boxes of {box_rows} x {box_columns}"
-    )
+    sizes, boxes = (" x ".join(map(str, numbers)) for numbers in (shape, box))
+    _check(status, f"describe a tensor of {sizes} in boxes of {boxes}")
     return TensorMap.from_buffer_copy(ctypes.string_at(aligned, 128))
 
 

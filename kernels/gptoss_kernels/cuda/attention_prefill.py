@@ -1,0 +1,240 @@
+"""Attention with sinks of many queries a sequence over paged keys and values: reference.attention.
+
+4 T N D operations for each key that a token sees, on the tensor cores, and T N exponentials, of
+which 16 a cycle and multiprocessor take as long as the operations at D = 64: bound by both. The
+kernel is attention_prefill.cu; here are its contract, and the choice of tile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from gptoss_kernels import contracts
+from gptoss_kernels.cuda import runtime
+
+_COUNTERS = 65_536
+_next_counter = itertools.count()
+_HEAD_DIM = contracts.HEAD_DIM
+_ROW_BYTES = 2 * _HEAD_DIM
+_MAXIMUM_BOX_ROWS = 64
+_REGISTERS = 65_536  # of a multiprocessor
+_PRODUCER_REGISTERS = 24
+
+
+def attention_prefill(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    sinks: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    page_tables: Tensor,
+    out: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    tile: PrefillTile | None = None,
+) -> None:
+    """Writes the rows of `out` [T, N * D] bf16 that query_start names, and no others.
+
+    query_start [B + 1] int32 holds rows of `query` [T, N, D] and need not begin at 0; all else as
+    of reference.attention. Caches in bf16; pages of 16 to 256 tokens. `scale` above 0. Sinks must
+    not be written by the kernel launched just before on the same stream. A launch counts its tiles
+    in memory of its own, so the same one (the same tensors) must not run on two streams at once.
+    Raises ValueError on anything else, and runtime.CudaError where there is no Hopper GPU.
+    """
+    given = (query, key_cache, value_cache, sinks, query_start, seq_lens, page_tables, out)
+    scales = tuple(scale for scale in (key_scale, value_scale) if scale is not None)
+    options = ("attention_prefill", scale, window, key_scale is None, value_scale is None, tile)
+    runtime.launch(
+        options,
+        (*given, *scales),
+        lambda: prepare(
+            *given,
+            scale=scale,
+            window=window,
+            key_scale=key_scale,
+            value_scale=value_scale,
+            tile=tile,
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class PrefillTile:
+    """Rows and keys of a tile, and how its work is overlapped: what the kernel is compiled for.
+
+    warpgroups: of 64 rows; block: keys at a time; stages: slots for keys and for values; blocks:
+    on a multiprocessor; overlaps, takes_turns: see attention_prefill.cu; polynomials: of 8
+    exponentials, those that the multiply-add units compute; slack: log2 of how far a maximum may
+    outgrow what its row is scaled by; is_dynamic: whether tiles go to whichever block is free.
+    """
+
+    warpgroups: int = 3
+    block: int = 128
+    stages: int = 4
+    query_slots: int = 2
+    blocks: int = 1
+    overlaps: bool = True
+    takes_turns: bool = True
+    polynomials: int = 0
+    slack: int = 8
+    has_window: bool = False
+    is_dynamic: bool = True
+
+    source = "attention_prefill"
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.warpgroups
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.warpgroups + 1)
+
+    @property
+    def shared_bytes(self) -> int:
+        """The slots, what tells of a tile in each of queries, two or four barriers a slot."""
+        queries = self.query_slots * (self.rows * _ROW_BYTES + 32 + 32)
+        return queries + 2 * self.stages * (self.block * _ROW_BYTES + 16)
+
+    @property
+    def math_registers(self) -> int:
+        """What the producer's warpgroup leaves of those that a block is launched with."""
+        at_launch = _REGISTERS // (self.blocks * self.threads) // 8 * 8
+        free = at_launch * self.threads - 128 * _PRODUCER_REGISTERS
+        return min(240, free // (128 * self.warpgroups) // 8 * 8)
+
+    @property
+    def defines(self) -> dict[str, int]:
+        return {
+            "WARPGROUPS": self.warpgroups,
+            "BLOCK_N": self.block,
+            "STAGES": self.stages,
+            "QUERY_SLOTS": self.query_slots,
+            "BLOCKS": self.blocks,
+            "OVERLAPS": int(self.overlaps),
+            "TAKES_TURNS": int(self.takes_turns and self.overlaps and self.warpgroups > 1),
+            "POLYNOMIALS": self.polynomials,
+            "SLACK": self.slack,
+            "HAS_WINDOW": int(self.has_window),
+            "IS_DYNAMIC": int(self.is_dynamic),
+            "COUNTERS": _COUNTERS,
+            "SHARED_BYTES": self.shared_bytes,
+            "MATH_REGISTERS": self.math_registers,
+            "PRODUCER_REGISTERS": _PRODUCER_REGISTERS,
+        }
+
+    @property
+    def spec(self) -> runtime.KernelSpec:
+        return runtime.KernelSpec(
+            self.source,
+            files=(f"{self.source}.cu",),
+            defines=tuple(self.defines.items()),
+            generated=runtime.wgmma_source(self.block, "bf16")
+            + runtime.wgmma_source(_HEAD_DIM, "bf16", a_in_registers=True, transposes_b=True),
+            shared_bytes=self.shared_bytes,
+            variant=self.variant,
+        )
+
+    @property
+    def variant(self) -> str:
+        """For people: rows x keys, and what is not as by default."""
+        others = [
+            f"{field.name}={getattr(self, field.name)}"
+            for field in fields(self)
+            if field.name not in ("warpgroups", "block")
+            and getattr(self, field.name) != field.default
+        ]
+        return " ".join([f"{self.rows}x{self.block}", *others])
+
+
+_FULL_TILE = PrefillTile()
+_WINDOW_TILE = PrefillTile(block=64, takes_turns=False, has_window=True)
+
+
+def choose_tile(*, has_window: bool) -> PrefillTile:
+    return _WINDOW_TILE if has_window else _FULL_TILE
+
+
+def served_tiles() -> Iterator[PrefillTile]:
+    """All that choose_tile can give."""
+    return (choose_tile(has_window=has_window) for has_window in (False, True))
+
+
+class _Arguments(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("query_start", "seq_lens", "page_tables")),
+        *((name, ctypes.c_void_p) for name in ("sinks", "out")),
+        *((name, ctypes.c_int) for name in ("num_sequences", "num_heads", "num_kv_heads")),
+        *((name, ctypes.c_int) for name in ("log_group", "log_page_size", "box_rows", "max_pages")),
+        *(("window", ctypes.c_int), ("scale", ctypes.c_float), ("counter", ctypes.c_int)),
+    )
+
+
+def prepare(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    sinks: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    page_tables: Tensor,
+    out: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+    tile: PrefillTile | None,
+) -> runtime.Launch:
+    """Check, and pack a launch for any values of query_start, seq_lens and page_tables."""
+    contracts.check_gpu(query)
+    inputs = (query, key_cache, value_cache, sinks, query_start, seq_lens, page_tables)
+    contracts.check_attention_inputs(*inputs, window, key_scale, value_scale)
+    num_tokens, num_heads, _ = query.shape
+    num_kv_heads, page_size = key_cache.shape[1:3]
+    contracts.check_output("out", out, torch.bfloat16, (num_tokens, num_heads * _HEAD_DIM), query)
+    contracts.check_contiguous("out", out)
+    if key_cache.dtype != torch.bfloat16:
+        raise ValueError(f"caches must be bf16, got {key_cache.dtype}")
+    if not scale > 0:
+        raise ValueError(f"scale must be above 0, got {scale}")
+    tile = tile or choose_tile(has_window=window is not None)
+    if tile.has_window != (window is not None):
+        raise ValueError(f"{tile} is for layers {'with' if tile.has_window else 'without'} window")
+
+    device = query.get_device()
+    num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    num_sequences = page_tables.shape[0]
+    group = num_heads // num_kv_heads
+    tokens = tile.rows // group
+    most_tiles = (num_tokens // tokens + num_sequences) * num_kv_heads
+    box_rows = min(page_size, tile.block & -tile.block, _MAXIMUM_BOX_ROWS)
+    caches = (cache.view(-1, _HEAD_DIM) for cache in (key_cache, value_cache))
+    return runtime.Launch(
+        runtime.load(tile.spec, device),
+        grid=min(most_tiles, tile.blocks * num_multiprocessors),
+        threads=tile.threads,
+        arguments=(
+            runtime.tensor_map(query, (tokens, group, _HEAD_DIM), 128),
+            *(runtime.tensor_map(cache, (box_rows, _HEAD_DIM), 128) for cache in caches),
+            _Arguments(
+                *(tensor.data_ptr() for tensor in (query_start, seq_lens, page_tables, sinks, out)),
+                *(num_sequences, num_heads, num_kv_heads),
+                *(group.bit_length() - 1, page_size.bit_length() - 1),
+                *(box_rows, page_tables.shape[1], window or 0),
+                scale * math.log2(math.e),
+                next(_next_counter) % _COUNTERS,
+            ),
+        ),
+    )
