@@ -130,6 +130,7 @@ struct Warp {
     unsigned number;
     unsigned live = 0, runnable = 0;
     unsigned priority = 0;
+    bool is_slow = false;
     std::vector<Fiber> fibers;
     std::list<Collective> collectives;
     std::deque<Issued> products;
@@ -198,7 +199,12 @@ struct Setting {  // as runtime.py packs it
 
 // What the seed decides for a whole launch: each a chance in 256.
 struct Temper {
-    unsigned pause, complete, shuffle, early;
+    unsigned pause;     // that a thread lets others run
+    unsigned complete;  // that a copy ends, at each step
+    unsigned shuffle;   // that a warp gets another priority, at each step
+    unsigned early;     // that a product reads its operands, or a store its source, at once
+    unsigned slow;      // that a warp runs only where hardly another can
+    unsigned eager;     // that who was waiting runs before who ended the wait goes on
 };
 
 Setting setting;
@@ -208,6 +214,7 @@ std::string failure;
 void* scheduler_stack;
 sigjmp_buf scheduler_end;
 bool in_fiber;
+bool is_preempted;
 std::vector<std::unique_ptr<Cluster>> residents;
 std::vector<Copy> copies;
 std::vector<void*> free_stacks;
@@ -311,8 +318,8 @@ void fail(const char* format, ...) {
 }
 
 void pause(bool polls) {
-    if (!polls && !happens(temper.pause)) return;
-    if (polls) self().warp->priority = draw();
+    if (!polls && !is_preempted && !happens(temper.pause)) return;
+    if (polls) self().warp->priority = draw() | 1;
     leave();
 }
 
@@ -520,6 +527,10 @@ void settle(Barrier& barrier) {
     if (barrier.pending != 0 || barrier.bytes != 0) return;
     ++barrier.phase;
     barrier.pending = barrier.expected;
+    if (!barrier.waiters.empty() && happens(temper.eager)) {
+        for (Fiber* fiber : barrier.waiters) fiber->warp->priority = ALL;
+        is_preempted = true;
+    }
     wake(barrier.waiters);
 }
 
@@ -1144,7 +1155,8 @@ std::unique_ptr<Block> make_block(Index index, unsigned rank, unsigned cluster_s
         Warp& warp = block->warps[w];
         warp.block = block.get();
         warp.number = w;
-        warp.priority = draw();
+        warp.priority = draw() | 1;
+        warp.is_slow = happens(temper.slow);
         warp.fibers.resize(std::min(32u, threads - w * 32));
         for (unsigned lane = 0; lane < warp.fibers.size(); ++lane) {
             Fiber& fiber = warp.fibers[lane];
@@ -1226,10 +1238,12 @@ void describe(std::string& text, const Block& block) {
 }
 
 void run_warp(Warp& warp) {
-    const unsigned first = draw() % 32;
     const bool is_backward = draw() & 1;
+    // The lanes at the ends have the most to do alone.
+    const unsigned first = draw() & 1 ? draw() % 32 : is_backward ? 31 : 0;
     const unsigned lanes = warp.runnable;
-    for (unsigned i = 0; i < 32 && failure.empty(); ++i) {
+    is_preempted = false;
+    for (unsigned i = 0; i < 32 && failure.empty() && !is_preempted; ++i) {
         const unsigned lane = (first + (is_backward ? 32 - i : i)) % 32;
         if (!(lanes >> lane & warp.runnable >> lane & 1)) continue;
         current = &warp.fibers[lane];
@@ -1246,7 +1260,8 @@ Warp* choose() {
         for (auto& block : cluster->blocks)
             for (Warp& warp : block->warps) {
                 if (!warp.runnable) continue;
-                if (happens(temper.shuffle)) warp.priority = draw();
+                if (happens(temper.shuffle)) warp.priority = draw() | 1;
+                if (warp.is_slow) warp.priority = happens(2) ? ALL : 0;
                 if (!chosen || warp.priority > chosen->priority) chosen = &warp;
             }
     return chosen;
@@ -1329,8 +1344,12 @@ const char* launch(const void* settings, unsigned cluster_size, void (*function)
     random_state = setting.seed * 0x9E3779B97F4A7C15 + 0x123456789;
     for (int i = 0; i < 8; ++i) draw();
     static const unsigned CHANCES[] = {0, 2, 16, 128};
-    temper = {CHANCES[draw() % 4] / 2, CHANCES[draw() % 4], CHANCES[draw() % 4],
-              CHANCES[draw() % 4] * 2};
+    temper.pause = CHANCES[draw() % 4] / 2;
+    temper.complete = CHANCES[draw() % 4];
+    temper.shuffle = CHANCES[draw() % 4] / 2;
+    temper.early = draw() % 3 * 128;
+    temper.slow = draw() % 2 * 64;
+    temper.eager = draw() % 3 * 128;
     failure.clear();
     residents.clear();
     copies.clear();
