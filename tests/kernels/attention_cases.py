@@ -23,12 +23,14 @@ from gptoss_kernels.testing import norm_error
 
 HEAD_DIM = 64
 E4M3 = torch.float8_e4m3fn
-# plain: scores of standard deviation 1. ordinary: the same, with edges that weigh more. sharp: a
-# few keys weigh more than all others. equal: all keys of a head are the same. large and huge: up to
-# 3e4 and 4e6. deep: around -8192 for even heads and 8192 for odd ones, and the sinks there, too.
-Scores = Literal["plain", "ordinary", "sharp", "equal", "large", "huge", "deep"]
-QUERY_SIZES = {"sharp": 4.0, "large": 128.0, "huge": 1024.0}
-KEY_SIZES = {"large": 64.0, "huge": 1024.0}
+# plain: scores of standard deviation 1. ordinary: the same, with edges that weigh more. wide and
+# narrow: that again, of queries beyond fp16 and of tiny ones. sharp: a few keys weigh more than all
+# others. equal: all keys of a head are the same. large and huge: up to 3e4 and 4e6. deep: around
+# -8192 for even heads and 8192 for odd ones, and the sinks there, too.
+Scores = Literal["plain", "ordinary", "wide", "narrow", "sharp", "equal", "large", "huge", "deep"]
+WITHOUT_EDGES = ("plain", "equal", "large", "huge", "deep")
+QUERY_SIZES = {"wide": 2.0**17, "narrow": 2.0**-20, "sharp": 4.0, "large": 128.0, "huge": 1024.0}
+KEY_SIZES = {"wide": 2.0**-17, "narrow": 2.0**20, "large": 64.0, "huge": 1024.0}
 EDGE_WEIGHT = 1.0  # of a query's direction in a key at its edge; adds 5.7 to the score
 DEPTH = 8192
 # At a time: queries, and scores as float64.
@@ -140,7 +142,7 @@ def make_case(
     query = ((shared[:, :, None] + own) * 0.5**0.5).flatten(1, 2)
     shape = (pages.seen.shape[0], num_kv_heads, page_size, HEAD_DIM)
     key, value = (normal(*shape, dtype=torch.bfloat16) for _ in range(2))
-    if scores in ("ordinary", "sharp"):
+    if scores not in WITHOUT_EDGES:
         pages.draw_edges(key, shared, window, generator)
     if scores == "equal":
         key.copy_(key[:1, :, :1].clone())
@@ -160,8 +162,11 @@ def make_case(
 
     key_scale = value_scale = None
     if dtype == E4M3:
-        key_scale = uniform(num_kv_heads, 0.02, 0.06) * KEY_SIZES.get(scores, 1.0)
-        value_scale = uniform(num_kv_heads, 0.004, 0.012)
+        # No two alike.
+        steps = [torch.randperm(num_kv_heads, generator=generator, device=device) for _ in "kv"]
+        key_scale, value_scale = (0.25 ** (step / num_kv_heads) for step in steps)
+        key_scale *= 0.06 * KEY_SIZES.get(scores, 1.0)
+        value_scale *= 0.012
         key, value = _quantised(key, key_scale), _quantised(value, value_scale)
     is_garbage = ~pages.seen[:, None, :, None]
     for cache in (key, value):
@@ -283,11 +288,11 @@ def _quantised(x: Tensor, scale: Tensor) -> Tensor:
     return (x.float() / scale[:, None, None]).clamp(-448, 448).to(E4M3)
 
 
-def exact(case: Case, *, later: int = 0) -> Tensor:
+def exact(case: Case, *, later: int = 0, rounded: bool = False) -> Tensor:
     """The formula in float64: [T, N * D]. `later` keys behind each query's own are seen, too.
 
     A sequence at a time and its keys side by side. What is read but holds NaN, as it may by a wrong
-    twin, counts as not there.
+    twin, counts as not there. rounded: weights and results to bf16, and nothing else.
     """
     num_heads = case.query.shape[1]
     num_kv_heads, page_size = case.key_cache.shape[1:3]
@@ -326,9 +331,12 @@ def exact(case: Case, *, later: int = 0) -> Tensor:
             largest = torch.maximum(scores.amax(-1), sinks).clamp(min=-1e300)
             weights = scores.sub_(largest[..., None]).exp_()
             total = weights.sum(-1) + (sinks - largest).exp()
-            weights /= total.clamp(min=1e-300)[..., None]
-            out[rows] = torch.einsum("kgqj,kjd->qkgd", weights, values).flatten(1, 2)
-    return out.flatten(1)
+            if rounded:
+                weights = weights.bfloat16().double()
+            total = total.clamp(min=1e-300).permute(2, 0, 1)[..., None]
+            of_rows = torch.einsum("kgqj,kjd->qkgd", weights, values) / total
+            out[rows] = of_rows.flatten(1, 2)
+    return (out.bfloat16() if rounded else out).flatten(1)
 
 
 def _read(cache: Tensor, scale: Tensor | None, pages: Tensor) -> Tensor:
