@@ -609,6 +609,7 @@ struct Math {
             if (tile.num_keys == 0) break;
             attend();
             store();
+            __syncwarp();  // or the compiler keeps no slot's number in uniform registers
         }
     }
 };
