@@ -123,6 +123,7 @@ struct Issued {
     Matrix a, b;
     bool accumulates;
     unsigned group;
+    std::vector<std::pair<const void*, unsigned>> registers;  // of a, and what they must still hold
 };
 
 struct Warp {
@@ -979,6 +980,7 @@ struct Multiplication {
     const Product* product;
     float* const* sums;
     const unsigned* a;
+    const void* const* a_places;
     uint64_t a_matrix, b_matrix;
     bool accumulates;
 };
@@ -996,12 +998,14 @@ void read_registers(Issued& issued, void* const (&brought)[32]) {
     issued.a.values.resize(16 * k_elements);
     for (unsigned lane = 0; lane < 32; ++lane) {
         const auto& own = *static_cast<const Multiplication*>(brought[lane]);
-        for (unsigned word = 0; word < 4; ++word)
+        for (unsigned word = 0; word < 4; ++word) {
+            if (own.a_places[word]) issued.registers.emplace_back(own.a_places[word], own.a[word]);
             for (unsigned i = 0; i < each; ++i) {
                 const unsigned row = lane / 4 + word % 2 * 8;
                 const unsigned k = word / 2 * (k_elements / 2) + lane % 4 * each + i;
                 issued.a.values[row * k_elements + k] = widen(type, own.a[word] >> 8 * bytes * i);
             }
+        }
     }
 }
 
@@ -1035,7 +1039,8 @@ void issue(void* const (&brought)[32]) {
                   {first.a_matrix, first.product->a_is_transposed, 16, {}},
                   {first.b_matrix, first.product->b_is_transposed, first.product->columns, {}},
                   first.accumulates,
-                  warp.group};
+                  warp.group,
+                  {}};
     if (first.a) read_registers(issued, brought);
     if (happens(temper.early)) read_operands(issued, warp);
     warp.products.push_back(std::move(issued));
@@ -1043,6 +1048,9 @@ void issue(void* const (&brought)[32]) {
 
 void complete(Issued& issued, Warp& warp) {
     read_operands(issued, warp);
+    for (auto [place, value] : issued.registers)
+        if (memcmp(place, &value, 4) != 0)
+            fail("wrote to the registers of a matrix while a wgmma that reads them is under way");
     const unsigned columns = issued.product.columns;
     const unsigned k_elements = K_BYTES / element_bytes(issued.product.type);
     const float sign = float(issued.product.a_sign * issued.product.b_sign);
@@ -1082,8 +1090,9 @@ void wait_for_group(void* const (&brought)[32]) {
 }  // namespace
 
 void multiply_async(const Product& product, float* const* sums, const unsigned* a,
-                    unsigned long long a_matrix, unsigned long long b_matrix, bool accumulates) {
-    Multiplication own{&product, sums, a, a_matrix, b_matrix, accumulates};
+                    const void* const* a_places, unsigned long long a_matrix,
+                    unsigned long long b_matrix, bool accumulates) {
+    Multiplication own{&product, sums, a, a_places, a_matrix, b_matrix, accumulates};
     together(ALL, "wgmma.mma_async", &own, issue);
 }
 

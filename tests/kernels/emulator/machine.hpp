@@ -76,9 +76,10 @@ struct Product {  // of one warp: 16 rows of the warpgroup's 64
     bool a_is_transposed, b_is_transposed;  // in shared memory: not along K
     int a_sign, b_sign;
 };
-// `a`: 4 registers, or null where it lies in shared memory, described as b is.
+// `a`: what 4 registers hold, and where; or null where it lies in shared memory, described as b is.
 void multiply_async(const Product& product, float* const* sums, const unsigned* a,
-                    unsigned long long a_matrix, unsigned long long b_matrix, bool accumulates);
+                    const void* const* a_places, unsigned long long a_matrix,
+                    unsigned long long b_matrix, bool accumulates);
 void multiply_fence();
 void multiply_commit();
 void multiply_wait(unsigned pending);

@@ -26,6 +26,12 @@ inline Register& output(T& value) {
     return reinterpret_cast<Register&>(value);
 }
 
+// Where an operand stays, or null if its value was made for this instruction.
+template <typename T>
+inline const void* place(T&& value) {
+    return std::is_lvalue_reference_v<T> ? &value : nullptr;
+}
+
 inline b32 sink;  // _
 
 template <typename T, typename Register>

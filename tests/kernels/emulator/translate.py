@@ -178,6 +178,7 @@ def _wgmma(found: re.Match[str], operands: list[str]) -> str:
     sums, a, b, accumulates, a_sign, b_sign, *transposed = (each.strip() for each in operands)
     in_registers = a.startswith("{")
     names = [each.strip() for each in _flat(sums).split(",")]
+    places = f"const void* const places_[] = {a.replace('operand', 'place')}; "
     if len(names) != int(found["columns"]) // 2:
         raise UnknownInstruction(f"{found.group()} with {len(names)} accumulators")
     a_transposed, b_transposed = ("0", "0")
@@ -187,10 +188,11 @@ def _wgmma(found: re.Match[str], operands: list[str]) -> str:
         a_transposed, b_transposed = transposed
     return (
         f"{{ float* const sums_[] = {{{', '.join(f'&{each}' for each in names)}}}; "
-        + (f"const unsigned a_[] = {a}; " if in_registers else "")
+        + (f"const unsigned a_[] = {a}; {places}" if in_registers else "")
         + f"const emulator::Product product_{{emulator::Type::{kind}, {found['columns']}, "
         f"bool({a_transposed}), bool({b_transposed}), int({a_sign}), int({b_sign})}}; "
-        f"emulator::multiply_async(product_, sums_, {'a_, 0' if in_registers else f'nullptr, {a}'}, "
+        f"emulator::multiply_async(product_, sums_, "
+        f"{'a_, places_, 0' if in_registers else f'nullptr, nullptr, {a}'}, "
         f"{b}, {accumulates}); }}"
     )
 
@@ -290,6 +292,8 @@ def _statement(arguments: str) -> str:
         lines.append(
             f"const {register} operand_{i}_ = ptx::input<{register}>({operand.expression});"
         )
+        if "wgmma" in text and operand.constraint == "r":
+            lines.append(f"const void* const place_{i}_ = ptx::place({operand.expression});")
     for i, operand in enumerate(outputs):
         register = _REGISTERS[operand.constraint.strip("=+&")]
         lines.append(f"{register}& operand_{i}_ = ptx::output<{register}>({operand.expression});")
