@@ -277,10 +277,10 @@ struct Cleaner {
         for (int i = first * (ROW_BYTES / 16) + lane; i < end * (ROW_BYTES / 16); i += 32)
             store_shared(slot + i * 16, 0, 0, 0, 0);
         if (first < end) shared_fence();
-        __syncwarp();
     }
 
     __device__ __forceinline__ void arrive(uint32_t barrier, int slot) const {
+        __syncwarp();  // all lanes have cleared, and none still waits for what may come next
         if (lane == 0) barrier_arrive(shared + barrier + slot * 8);
     }
 
