@@ -1,4 +1,4 @@
-"""Triton-lang's interpreter, which runs kernels on the CPU: in a process of its own, and rounding.
+"""Triton-lang's interpreter, which runs kernels on the CPU: in a process of its own, and exactly.
 
 Its switch is read where kernels are decorated, so tests that are to be interpreted run once more,
 in a process that has it set.
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
+from triton.runtime.interpreter import TensorHandle
 
 # NumPy, in which the interpreter computes, remarks on what is not finite or overflows, and on how
 # the interpreter makes a scalar.
@@ -40,7 +41,10 @@ def interpret(path: str) -> None:
 
 
 def round_as_hardware_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter's own conversions truncate and lose carries: torch's in their place."""
+    """The interpreter's own conversions truncate and lose carries: torch's in their place.
+
+    And its product of bf16 is one of their bits as integers: here all are multiplied in fp32.
+    """
 
     def convert(data: np.ndarray, source: tl.dtype, target: tl.dtype, rounding: object):
         integer = _INTEGERS[source.primitive_bitwidth]
@@ -49,4 +53,14 @@ def round_as_hardware_does(monkeypatch: pytest.MonkeyPatch) -> None:
         unsigned = getattr(np, f"uint{target.primitive_bitwidth}")
         return bits.view(unsigned).reshape(data.shape)
 
+    def wide(operand: TensorHandle) -> np.ndarray:
+        data = operand.data
+        if operand.dtype.scalar in (tl.bfloat16, tl.float8e4nv):
+            data = convert(data, operand.dtype.scalar, tl.float32, None).view(np.float32)
+        return data.astype(np.float32)
+
+    def dot(builder: object, a: TensorHandle, b: TensorHandle, d: TensorHandle, *_: object):
+        return TensorHandle(wide(a) @ wide(b) + d.data, d.dtype.scalar)
+
     monkeypatch.setattr("triton.runtime.interpreter._convert_float", convert)
+    monkeypatch.setattr("triton.runtime.interpreter.InterpreterBuilder.create_dot", dot)

@@ -40,6 +40,10 @@ def shared_bytes(x: Tensor) -> int:
     return _shared_bytes(x.device.index) if x.is_cuda else _LEAST_SHARED_BYTES
 
 
+def num_multiprocessors(x: Tensor) -> int:
+    return _num_multiprocessors(x.device.index) if x.is_cuda else 1
+
+
 def current(x: Tensor) -> contextlib.AbstractContextManager[object]:
     """The device of `x` made the current one: kernels are launched there."""
     if not x.is_cuda or x.device.index == torch.cuda.current_device():
@@ -63,3 +67,8 @@ def _capability(device: int) -> tuple[int, int]:
 @functools.cache
 def _shared_bytes(device: int) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+@functools.cache
+def _num_multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
