@@ -54,3 +54,10 @@ __device__ __forceinline__ float exp2_approx(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
     return power;
 }
+
+// 1 / x to 2^-23 of its value; 0 where that would be a denormal number.
+__device__ __forceinline__ float reciprocal_approx(float x) {
+    float inverse;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
+    return inverse;
+}

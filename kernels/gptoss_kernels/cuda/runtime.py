@@ -311,3 +311,21 @@ def _identify(count: int) -> Callable[..., tuple[tuple[object, ...], tuple[objec
     layout = ", ".join(f"{name}.shape, {name}.stride(), {name}.dtype" for name in names[1:])
     first = f"shape, t0.get_device(), t0.stride(), t0.dtype, {layout}"
     return eval(f"lambda {', '.join(names)}: (({address}, (shape := t0.shape)), ({first}))")
+
+
+def capture_id(device: int) -> int:
+    """Which capture into a CUDA graph that GPU's current stream is in; 0 if it is in none."""
+    if device != torch._C._cuda_getDevice():
+        with torch.cuda.device(device):
+            return capture_id(device)
+    if not torch.cuda.is_current_stream_capturing():
+        return 0
+    status, identity = ctypes.c_int(), ctypes.c_uint64()
+    stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device))
+    _check(
+        _driver().cuStreamGetCaptureInfo_v2(
+            stream, ctypes.byref(status), ctypes.byref(identity), None, None, None
+        ),
+        "tell a stream's capture",
+    )
+    return identity.value

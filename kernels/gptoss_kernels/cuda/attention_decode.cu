@@ -1,0 +1,849 @@
+// Attention of few queries a sequence over the paged cache, as fast as memory gives keys and values.
+//
+// A pair is a sequence with one key-value head; its rows are all query heads of that head times the
+// sequence's queries. A tile is 64 keys with their values, of one pair: contiguous in the cache, or
+// so many boxes of BOX slots. Each warp streams tiles through a ring of SLOTS of its own: nobody
+// else writes there or waits for it. It multiplies its pair's rows, as the left operand, with the
+// keys, keeps their softmax and what it weighs the values with in registers.
+//
+// PERSISTENT = 1: the tiles of all pairs, one after the other, are cut into as many equal ranges as
+// there are blocks. In a range the warps take tiles in turn. What belongs to one pair is added up by
+// the warp that has the last of its tiles: the others leave it their sums in their room in shared
+// memory. A pair of one block is done then; a piece of one goes to memory, and the block that comes
+// last adds up all of its pieces, always in the same order.
+// PERSISTENT = 0: one block a pair, for windows, which have about as many tiles as a block has warps.
+//
+// FP8 = 1: the cache is in e4m3. Keys, values and queries are multiplied as halves: the first two
+// exactly, the queries scaled by a power of two for each pair, and so with all bits that matter.
+//
+// Where a pair has more than ROWS rows they are as many pairs, which read the same keys.
+//
+// Defined by whoever compiles this: FP8, ROWS (8, 16, 32 or 64), BOX, PERSISTENT, WARPS, SLOTS,
+// BLOCKS (of a multiprocessor), SHARED_BYTES.
+
+constexpr int TILE = 64;  // keys
+constexpr int BOXES = TILE / BOX;
+constexpr int THREADS = WARPS * 32;
+constexpr int ROW_BYTES = FP8 ? 64 : 128;
+constexpr int MATRIX_BYTES = TILE * ROW_BYTES;
+constexpr int SLOT_BYTES = 2 * MATRIX_BYTES;  // keys, then values
+
+constexpr int M_TILES = (ROWS + 15) / 16;
+constexpr int HALVES = ROWS == 8 ? 1 : 2;     // of the 16 rows that the instruction has
+constexpr int VECTORS = 4 * HALVES + 1;       // of four floats: what a lane knows of 16 rows
+constexpr int PIECE_VECTORS = M_TILES * VECTORS;
+constexpr int ROOM_BYTES = PIECE_VECTORS * 32 * 16;
+constexpr bool ROWS_IN_ROOM = M_TILES > 1;    // too many for the registers
+constexpr int STEP = M_TILES > 2 ? 32 : TILE;  // keys whose scores are in registers
+constexpr int STEPS = TILE / STEP;
+
+constexpr int ROOMS_OFFSET = WARPS * SLOTS * SLOT_BYTES;
+constexpr int FULL_OFFSET = ROOMS_OFFSET + WARPS * ROOM_BYTES;
+constexpr int LEFT_OFFSET = FULL_OFFSET + WARPS * SLOTS * 8;
+constexpr int TAKEN_OFFSET = LEFT_OFFSET + WARPS * WARPS * 8;
+constexpr int SCAN_OFFSET = TAKEN_OFFSET + WARPS * WARPS * 8;
+static_assert(SCAN_OFFSET + WARPS * 4 + 8 <= SHARED_BYTES, "the launch gives too little memory");
+static_assert(TILE % BOX == 0 && BOX >= 16, "a tile is whole boxes, each with the whole swizzle");
+
+// Weights are 2^LIFT at most: as halves, which hold 2^15, those below 2^-28 of it lose bits.
+constexpr float LIFT = FP8 ? 14 : 0;
+constexpr float LOWEST = -3.402823466e38f;  // not -inf, of which a difference may be NaN
+constexpr uint32_t ALL_WARPS = (1u << WARPS) - 1;
+
+struct Arguments {
+    const unsigned short* query;
+    const float* sinks;
+    const int* query_start;
+    const int* seq_lens;
+    const int* page_tables;
+    const float* key_scale;    // or none
+    const float* value_scale;  // or none
+    unsigned short* out;
+    float* pieces;
+    unsigned int* arrived;
+    int num_sequences;
+    int num_kv_heads;
+    int group_shift;  // log2 of the query heads of a key-value head
+    int page_shift;   // log2 of the slots of a page
+    int table_width;
+    int window;
+    int passes;   // PERSISTENT = 0: the most pairs of a key-value head
+    float scale;  // times log2 e
+};
+
+// ---- who does what ----------------------------------------------------------------------------
+
+struct Sequence {
+    int row;  // its first query
+    int queries, length;
+    int first;  // the first key that any query sees
+    int tiles;  // 0 if there is nothing to do
+
+    Sequence() = default;
+    __device__ __forceinline__ Sequence(const Arguments& arguments, int index) {
+        row = arguments.query_start[index];
+        queries = arguments.query_start[index + 1] - row;
+        length = arguments.seq_lens[index];
+        first = max(length - queries - arguments.window + 1, 0);
+        tiles = queries > 0 ? (length - start() + TILE - 1) / TILE : 0;
+    }
+    // Of the first tile.
+    __device__ __forceinline__ int start() const { return first & ~(BOX - 1); }
+    // Pairs of one key-value head.
+    __device__ __forceinline__ int passes(const Arguments& arguments) const {
+        return ((queries << arguments.group_shift) + ROWS - 1) / ROWS;
+    }
+    __device__ __forceinline__ int units(const Arguments& arguments) const {
+        return tiles * passes(arguments) * arguments.num_kv_heads;
+    }
+};
+
+// How the tiles of all pairs are cut into ranges, one for each block.
+struct Cut {
+    int total;
+    int blocks, share, longer;  // the first `longer` blocks have one more than `share`
+
+    __device__ __forceinline__ explicit Cut(int total) : total(total) {
+        blocks = max(min(static_cast<int>(gridDim.x), total / WARPS), 1);
+        share = total / blocks;
+        longer = total - share * blocks;
+    }
+    __device__ __forceinline__ int first_of(int block) const {
+        block = min(block, blocks);
+        return block * share + min(block, longer);
+    }
+    __device__ __forceinline__ int block_of(int unit) const {
+        const int before = longer * (share + 1);
+        return unit < before ? unit / (share + 1) : longer + (unit - before) / share;
+    }
+};
+
+// A block's range, pair after pair.
+struct Walk {
+    int unit, last;  // of all tiles: where the pair's part of the range begins, the range's end
+    int index;       // of the sequence
+    Sequence sequence;
+    int head, pass;  // of the pair
+    int begin;       // its tiles [begin, end()) are the block's
+    int turn;        // the warp that takes the first of them
+
+    __device__ __forceinline__ bool is_done() const { return unit >= last; }
+    __device__ __forceinline__ int end() const {
+        return min(sequence.tiles, begin + (last - unit));
+    }
+    __device__ __forceinline__ int first_of(int warp) const {
+        return begin + (warp + WARPS - turn) % WARPS;
+    }
+    __device__ __forceinline__ bool is_whole() const {
+        return begin == 0 && end() == sequence.tiles;
+    }
+    __device__ __forceinline__ int adding_warp() const { return (turn + end() - begin - 1) % WARPS; }
+    // All others that have tiles of the pair, a bit each.
+    __device__ __forceinline__ uint32_t leaving_warps() const {
+        const uint32_t those = (1u << min(end() - begin, WARPS)) - 1;
+        const uint32_t turned = (those << turn | those << turn >> WARPS) & ALL_WARPS;
+        return turned & ~(1u << adding_warp());
+    }
+
+    __device__ __forceinline__ void next(const Arguments& arguments) {
+        const int tiles = end() - begin;
+        unit += tiles;
+        turn = (turn + tiles) % WARPS;
+        begin = 0;
+        if (is_done() || ++pass < sequence.passes(arguments)) return;
+        pass = 0;
+        if (++head < arguments.num_kv_heads) return;
+        head = 0;
+        do sequence = Sequence(arguments, ++index);
+        while (sequence.tiles == 0);
+    }
+};
+
+// Each thread counts the tiles of neighbouring sequences; the one that has the range's first says
+// where it lies.
+__device__ __forceinline__ Walk find_range(uint32_t shared, const Arguments& arguments, int warp,
+                                           int lane, int& total) {
+    const int each = (arguments.num_sequences + THREADS - 1) / THREADS;
+    const int first = min(static_cast<int>(threadIdx.x) * each, arguments.num_sequences);
+    const int last = min(first + each, arguments.num_sequences);
+    int own = 0;
+    for (int index = first; index < last; ++index)
+        own += Sequence(arguments, index).units(arguments);
+    int until = own;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const int other = __shfl_up_sync(0xFFFFFFFF, until, distance);
+        if (lane >= distance) until += other;
+    }
+    if (lane == 31) store_shared(shared + SCAN_OFFSET + warp * 4, until);
+    __syncthreads();
+    total = 0;
+#pragma unroll
+    for (int other = 0; other < WARPS; ++other) {
+        const int those = load_shared_int(shared + SCAN_OFFSET + other * 4);
+        total += those;
+        if (other < warp) until += those;
+    }
+    const Cut cut(total);
+    Walk walk = {};
+    walk.unit = cut.first_of(blockIdx.x);
+    walk.last = cut.first_of(blockIdx.x + 1);
+    int start = until - own;
+    constexpr uint32_t FOUND = SCAN_OFFSET + WARPS * 4;
+    if (start <= walk.unit && walk.unit < until) {
+        int index = first;
+        for (;; ++index) {
+            const int units = Sequence(arguments, index).units(arguments);
+            if (walk.unit < start + units) break;
+            start += units;
+        }
+        store_shared(shared + FOUND, index);
+        store_shared(shared + FOUND + 4, start);
+    }
+    __syncthreads();
+    if (walk.is_done()) return walk;
+    walk.index = load_shared_int(shared + FOUND);
+    walk.sequence = Sequence(arguments, walk.index);
+    const int inside = walk.unit - load_shared_int(shared + FOUND + 4);
+    const int pair = inside / walk.sequence.tiles;
+    walk.begin = inside - pair * walk.sequence.tiles;
+    const int passes = walk.sequence.passes(arguments);
+    walk.head = pair / passes;
+    walk.pass = pair - walk.head * passes;
+    return walk;
+}
+
+// The block's pair.
+__device__ __forceinline__ Walk own_pair(const Arguments& arguments) {
+    Walk walk = {};
+    const int pair = blockIdx.x / arguments.passes;
+    walk.pass = blockIdx.x - pair * arguments.passes;
+    walk.index = pair / arguments.num_kv_heads;
+    walk.head = pair - walk.index * arguments.num_kv_heads;
+    walk.sequence = Sequence(arguments, walk.index);
+    walk.last = walk.pass < walk.sequence.passes(arguments) ? walk.sequence.tiles : 0;
+    return walk;
+}
+
+// ---- a warp's sums -----------------------------------------------------------------------------
+
+// Of 16 rows, of which a lane has lane / 4 and, where HALVES is 2, lane / 4 + 8.
+struct Sums {
+    float values[8][4];  // as multiply_bf16 leaves them, for 8 columns each
+    float largest[HALVES];
+    float total[HALVES];  // the lane's part
+
+    __device__ __forceinline__ void reset() {
+#pragma unroll
+        for (int n = 0; n < 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) values[n][i] = 0;
+#pragma unroll
+        for (int half = 0; half < HALVES; ++half) {
+            largest[half] = LOWEST;
+            total[half] = 0;
+        }
+    }
+
+    __device__ __forceinline__ void scale(int half, float factor) {
+        total[half] *= factor;
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+            values[n][2 * half] *= factor;
+            values[n][2 * half + 1] *= factor;
+        }
+    }
+
+    __device__ __forceinline__ float4 vector(int i) const {
+        if (i == VECTORS - 1)
+            return make_float4(largest[0], total[0], largest[HALVES - 1], total[HALVES - 1]);
+        if (HALVES == 2) return make_float4(values[i][0], values[i][1], values[i][2], values[i][3]);
+        return make_float4(values[2 * i][0], values[2 * i][1], values[2 * i + 1][0],
+                           values[2 * i + 1][1]);
+    }
+
+    __device__ __forceinline__ void add(const float4 (&vectors)[VECTORS]) {
+        float factor[HALVES];
+#pragma unroll
+        for (int half = 0; half < HALVES; ++half) {
+            const float4 v = vectors[VECTORS - 1];
+            const float other = half ? v.z : v.x, others_total = half ? v.w : v.y;
+            const float both = fmaxf(largest[half], other);
+            factor[half] = exp2_approx(other - both);
+            scale(half, exp2_approx(largest[half] - both));
+            largest[half] = both;
+            total[half] = fmaf(others_total, factor[half], total[half]);
+        }
+#pragma unroll
+        for (int i = 0; i < VECTORS - 1; ++i) {
+            const int n = HALVES == 2 ? i : 2 * i, after = HALVES == 2 ? n : n + 1;
+            const int second = HALVES == 2 ? 2 : 0;
+            const float4 v = vectors[i];
+            const float factor_after = factor[HALVES - 1];
+            values[n][0] = fmaf(v.x, factor[0], values[n][0]);
+            values[n][1] = fmaf(v.y, factor[0], values[n][1]);
+            values[after][second] = fmaf(v.z, factor_after, values[after][second]);
+            values[after][second + 1] = fmaf(v.w, factor_after, values[after][second + 1]);
+        }
+    }
+};
+
+struct Worker {
+    const uint32_t shared;
+    const Arguments& arguments;
+    const TensorMap* const keys;
+    const TensorMap* const values;
+    const int warp;
+    const int lane;
+
+    __device__ __forceinline__ uint32_t slot_at(int slot) const {
+        return shared + (warp * SLOTS + slot) * SLOT_BYTES;
+    }
+    __device__ __forceinline__ uint32_t full(int slot) const {
+        return shared + FULL_OFFSET + (warp * SLOTS + slot) * 8;
+    }
+    // A lane's vector `index` of the room of a warp.
+    __device__ __forceinline__ uint32_t room(int of_warp, int index) const {
+        return shared + ROOMS_OFFSET + of_warp * ROOM_BYTES + (index * 32 + lane) * 16;
+    }
+    // For each two warps: with one barrier a warp, who waits for what the warp leaves next could take
+    // for it what the warp has yet to leave another.
+    __device__ __forceinline__ uint32_t left(int from, int to) const {
+        return shared + LEFT_OFFSET + (from * WARPS + to) * 8;
+    }
+    __device__ __forceinline__ uint32_t taken(int from, int to) const {
+        return shared + TAKEN_OFFSET + (from * WARPS + to) * 8;
+    }
+
+    // ---- sending ------------------------------------------------------------------------------
+
+    // The warp's tiles, ahead of those that it multiplies, and the page of each box, by lane.
+    struct Ahead {
+        Walk walk;
+        int tile;
+        int page;
+    };
+
+    __device__ __forceinline__ int key_of(const Ahead& ahead) const {
+        return ahead.walk.sequence.start() + ahead.tile * TILE + lane * BOX;
+    }
+    __device__ __forceinline__ bool is_needed(const Ahead& ahead) const {
+        return lane < BOXES && key_of(ahead) < ahead.walk.sequence.length;
+    }
+
+    // From where `ahead` stands to the warp's next tile; its page is on its way then.
+    __device__ __forceinline__ void settle(Ahead& ahead) const {
+        while (!ahead.walk.is_done() && ahead.tile >= ahead.walk.end()) {
+            ahead.walk.next(arguments);
+            ahead.tile = ahead.walk.first_of(warp);
+        }
+        if (!ahead.walk.is_done() && is_needed(ahead))
+            ahead.page = arguments.page_tables[static_cast<long long>(ahead.walk.index) *
+                                                   arguments.table_width +
+                                               (key_of(ahead) >> arguments.page_shift)];
+    }
+
+    __device__ __forceinline__ void send(Ahead& ahead, int slot) const {
+        const bool needed = is_needed(ahead);
+        const uint32_t boxes = BOXES == 1 ? 1 : __ballot_sync(0xFFFFFFFF, needed);
+        if (lane == 0) barrier_expect(full(slot), __popc(boxes) * 2 * BOX * ROW_BYTES);
+        __syncwarp();
+        if (needed) {
+            const int offset = key_of(ahead) & ((1 << arguments.page_shift) - 1);
+            const int row = ((ahead.page * arguments.num_kv_heads + ahead.walk.head)
+                             << arguments.page_shift) +
+                            offset;
+            const uint32_t destination = slot_at(slot) + lane * BOX * ROW_BYTES;
+            load_box(destination, keys, full(slot), 0, row);
+            load_box(destination + MATRIX_BYTES, values, full(slot), 0, row);
+        }
+        ahead.tile += WARPS;
+        settle(ahead);
+    }
+
+    // ---- a pair's rows --------------------------------------------------------------------------
+
+    struct Rows {
+        uint32_t query[4][4];  // of the only 16 rows, else they and the sinks are in the room
+        float sink[HALVES];
+        float scale;  // of scores, to base 2
+        float value_scale;
+    };
+
+    __device__ __forceinline__ int row_of(const Walk& walk, int m, int half) const {
+        return walk.pass * ROWS + m * 16 + half * 8 + lane / 4;
+    }
+    __device__ __forceinline__ bool is_row(const Walk& walk, int row) const {
+        return row < walk.sequence.queries << arguments.group_shift;
+    }
+    __device__ __forceinline__ int head_of(const Walk& walk, int row) const {
+        return (walk.head << arguments.group_shift) + (row & ((1 << arguments.group_shift) - 1));
+    }
+    // Where a row lies in the queries, and in the output.
+    __device__ __forceinline__ long long place_of(const Walk& walk, int row) const {
+        const int token = walk.sequence.row + (row >> arguments.group_shift);
+        const int num_heads = arguments.num_kv_heads << arguments.group_shift;
+        return (static_cast<long long>(token) * num_heads + head_of(walk, row)) * 64;
+    }
+
+    // Pairs of a row's columns in the order of the key's fragments: words[k][0], words[k][1].
+    __device__ __forceinline__ void load_row(const Walk& walk, int row,
+                                             uint32_t (&words)[4][2]) const {
+        const unsigned short* from = arguments.query + place_of(walk, row) + lane % 4 * (FP8 ? 4 : 2);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            if constexpr (FP8) {
+                const uint2 both = *reinterpret_cast<const uint2*>(from + k * 16);
+                words[k][0] = both.x;
+                words[k][1] = both.y;
+            } else {
+                words[k][0] = *reinterpret_cast<const uint32_t*>(from + k * 16);
+                words[k][1] = *reinterpret_cast<const uint32_t*>(from + k * 16 + 8);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void load_rows(const Walk& walk, Rows& rows) const {
+        const float* key_scale = arguments.key_scale;
+        const float* value_scale = arguments.value_scale;
+        rows.scale = arguments.scale * (FP8 && key_scale ? key_scale[walk.head] : 1.f);
+        rows.value_scale = FP8 && value_scale ? value_scale[walk.head] : 1.f;
+        uint32_t words[M_TILES][2][4][2] = {};
+        float sink[M_TILES][2] = {};
+#pragma unroll
+        for (int m = 0; m < M_TILES; ++m) {
+#pragma unroll
+            for (int half = 0; half < HALVES; ++half) {
+                const int row = row_of(walk, m, half);
+                if (!is_row(walk, row)) continue;
+                load_row(walk, row, words[m][half]);
+                sink[m][half] = arguments.sinks[head_of(walk, row)];
+            }
+        }
+        if constexpr (FP8) rows.scale *= scale_to_halves(words);
+#pragma unroll
+        for (int m = 0; m < M_TILES; ++m) {
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const uint32_t a = words[m][0][k][0], b = words[m][1][k][0];
+                const uint32_t c = words[m][0][k][1], d = words[m][1][k][1];
+                if constexpr (ROWS_IN_ROOM) {
+                    store_shared(room(warp, m * 5 + k), a, b, c, d);
+                } else {
+                    rows.query[k][0] = a;
+                    rows.query[k][1] = b;
+                    rows.query[k][2] = c;
+                    rows.query[k][3] = d;
+                }
+            }
+            if constexpr (ROWS_IN_ROOM) {
+                store_float4(room(warp, m * 5 + 4), make_float4(sink[m][0], sink[m][1], 0, 0));
+            } else {
+#pragma unroll
+                for (int half = 0; half < HALVES; ++half) rows.sink[half] = sink[m][half];
+            }
+        }
+    }
+
+    // The pair's largest to 2^14 to 2^15, where what is 2^-28 of it still has all of its bits. Gives
+    // what their products are then to be multiplied with.
+    __device__ __forceinline__ float scale_to_halves(uint32_t (&words)[M_TILES][2][4][2]) const {
+        uint32_t(&all)[M_TILES * 16] = reinterpret_cast<uint32_t(&)[M_TILES * 16]>(words);
+        float amax = 0;
+#pragma unroll
+        for (uint32_t word : all) amax = fmaxf(amax, fmaxf(fabsf(low_bf16(word)), fabsf(high_bf16(word))));
+#pragma unroll
+        for (int distance = 16; distance > 0; distance /= 2)
+            amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFF, amax, distance));
+        const uint32_t exponent = max(__float_as_uint(amax) >> 23, 15u);
+        const float up = __uint_as_float((127 + 14 + 127 - exponent) << 23);
+#pragma unroll
+        for (uint32_t& word : all) word = pack_f16(low_bf16(word) * up, high_bf16(word) * up);
+        return __uint_as_float((exponent - 14) << 23);
+    }
+
+    __device__ __forceinline__ void query_of(const Rows& rows, int m, int k,
+                                             uint32_t (&query)[4]) const {
+        if constexpr (ROWS_IN_ROOM) {
+            int a, b, c, d;
+            load_shared(room(warp, m * 5 + k), a, b, c, d);
+            query[0] = a;
+            query[1] = b;
+            query[2] = c;
+            query[3] = d;
+        } else {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) query[i] = rows.query[k][i];
+        }
+    }
+
+    // ---- a tile -----------------------------------------------------------------------------------
+
+    // Rows of a tile are swizzled as the copy engine does it: the 16 bytes `chunk` of a row lie at
+    // chunk ^ (row % 8), in e4m3 at chunk ^ (row / 2 % 4).
+    __device__ __forceinline__ uint32_t swizzle() const {
+        return (FP8 ? lane / 2 % 4 : lane % 8) * 16;
+    }
+
+    __device__ __forceinline__ void multiply_keys(float (&scores)[STEP / 8][4], const Rows& rows, int m,
+                                                  uint32_t keys) const {
+        const uint32_t from = keys + (FP8 ? lane : lane / 16 * 8 + lane % 8) * ROW_BYTES;
+        const uint32_t chunk = (FP8 ? 0 : lane / 8 % 2 * 16) ^ swizzle();
+#pragma unroll
+        for (int n = 0; n < STEP / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) scores[n][i] = 0;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            uint32_t query[4];
+            query_of(rows, m, k, query);
+            const uint32_t column = from + (chunk ^ k * ROW_BYTES / 4);
+            constexpr int AT_ONCE = FP8 ? 4 : 2;  // times 8 keys
+#pragma unroll
+            for (int n = 0; n < STEP / 8; n += AT_ONCE) {
+                uint32_t words[4];
+                load_matrices(column + n * 8 * ROW_BYTES, words);
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; ++i) {
+                    if constexpr (FP8) {
+                        uint32_t b[2];
+                        to_halves(words[i], b[0], b[1]);
+                        multiply_f16(scores[n + i], query, b);
+                    } else {
+                        const uint32_t b[2] = {words[2 * i], words[2 * i + 1]};
+                        multiply_bf16(scores[n + i], query, b);
+                    }
+                }
+            }
+        }
+    }
+
+    __device__ __forceinline__ void multiply_values(Sums& sums, const uint32_t (&weights)[STEP / 16][4],
+                                                    uint32_t values) const {
+        const uint32_t from = values + lane % 16 * ROW_BYTES;
+        const uint32_t chunk = lane / 16 * 16 ^ swizzle();
+#pragma unroll
+        for (int k = 0; k < STEP / 16; ++k) {
+#pragma unroll
+            for (int pair = 0; pair < ROW_BYTES / 32; ++pair) {
+                uint32_t words[4];
+                load_matrices_transposed(from + k * 16 * ROW_BYTES + (chunk ^ pair * 32), words);
+                if constexpr (FP8) {
+                    // A word has columns c and c + 1 of two keys. Both keys of the even column make
+                    // one operand, those of the odd one another: see store.
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) {
+                        uint32_t even[2], odd[2];
+                        to_halves(__byte_perm(words[2 * i], 0, 0x3120), even[0], odd[0]);
+                        to_halves(__byte_perm(words[2 * i + 1], 0, 0x3120), even[1], odd[1]);
+                        multiply_f16(sums.values[pair * 4 + i * 2], weights[k], even);
+                        multiply_f16(sums.values[pair * 4 + i * 2 + 1], weights[k], odd);
+                    }
+                } else {
+                    const uint32_t b[2][2] = {{words[0], words[1]}, {words[2], words[3]}};
+                    multiply_bf16(sums.values[pair * 2], weights[k], b[0]);
+                    multiply_bf16(sums.values[pair * 2 + 1], weights[k], b[1]);
+                }
+            }
+        }
+    }
+
+    // What a row does not see has a score of -inf. `key`: the first.
+    __device__ __forceinline__ void hide(float (&scores)[STEP / 8][4], const Walk& walk, int m,
+                                         int key) const {
+#pragma unroll
+        for (int half = 0; half < HALVES; ++half) {
+            const int queries = walk.sequence.queries;
+            const int token = min(row_of(walk, m, half) >> arguments.group_shift, queries - 1);
+            const int last = walk.sequence.length - queries + token - key;
+            const int first = last - arguments.window + 1;
+#pragma unroll
+            for (int n = 0; n < STEP / 8; ++n) {
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const int column = n * 8 + lane % 4 * 2 + i;
+                    if (column > last || column < first)
+                        scores[n][2 * half + i] = __uint_as_float(0xFF800000);
+                }
+            }
+        }
+    }
+
+    // Values that no query sees may be anything, and 0 * NaN is NaN.
+    __device__ __forceinline__ void clear(const Sequence& sequence, uint32_t tile, int key) const {
+        for (int i = lane; i < MATRIX_BYTES / 16; i += 32) {
+            const int position = key + i / (ROW_BYTES / 16);
+            if (position < sequence.first || position >= sequence.length)
+                store_shared(tile + i * 16, 0, 0, 0, 0);
+        }
+        __syncwarp();
+    }
+
+    // The scores become weights; the sums are scaled to the new maximum.
+    __device__ __forceinline__ void weigh(float (&scores)[STEP / 8][4], Sums& sums,
+                                          float scale) const {
+#pragma unroll
+        for (int half = 0; half < HALVES; ++half) {
+            float most[2] = {scores[0][2 * half], scores[0][2 * half + 1]};
+#pragma unroll
+            for (int n = 1; n < STEP / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 2; ++i) most[i] = fmaxf(most[i], scores[n][2 * half + i]);
+            float largest = fmaxf(most[0], most[1]);
+            largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, 1));
+            largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, 2));
+            largest = fmaxf(sums.largest[half], largest * scale);
+            sums.scale(half, exp2_approx(sums.largest[half] - largest));
+            sums.largest[half] = largest;
+            float total[2] = {};
+#pragma unroll
+            for (int n = 0; n < STEP / 8; ++n) {
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    float& score = scores[n][2 * half + i];
+                    score = exp2_approx(fmaf(score, scale, LIFT - largest));
+                    total[i] += score;
+                }
+            }
+            sums.total[half] += total[0] + total[1];
+        }
+    }
+
+    // As a left operand: of two neighbouring blocks of 8 keys, each half's.
+    __device__ __forceinline__ void pack(const float (&scores)[STEP / 8][4],
+                                         uint32_t (&weights)[STEP / 16][4]) const {
+#pragma unroll
+        for (int k = 0; k < STEP / 16; ++k) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float* two = &scores[2 * k + i / 2][i % 2 * 2];
+                weights[k][i] = FP8 ? pack_f16(two[0], two[1]) : pack_bf16(two[0], two[1]);
+                if (i % 2 >= HALVES) weights[k][i] = 0;
+            }
+        }
+    }
+
+    __device__ __forceinline__ void attend(Sums (&sums)[M_TILES], const Rows& rows,
+                                           const Walk& walk, int tile, int slot) const {
+        const Sequence& sequence = walk.sequence;
+        const int key = sequence.start() + tile * TILE;
+        const bool is_edge = key + TILE > sequence.length - sequence.queries + 1 ||
+                             key < sequence.length - arguments.window;
+        const uint32_t of_keys = slot_at(slot), of_values = of_keys + MATRIX_BYTES;
+        if (is_edge) clear(sequence, of_values, key);
+#pragma unroll
+        for (int m = 0; m < M_TILES; ++m) {
+#pragma unroll 1  // or the compiler mixes steps, and spills
+            for (int step = 0; step < STEPS; ++step) {
+                const int first = step * STEP * ROW_BYTES;
+                float scores[STEP / 8][4];
+                multiply_keys(scores, rows, m, of_keys + first);
+                if (is_edge) hide(scores, walk, m, key + step * STEP);
+                weigh(scores, sums[m], rows.scale);
+                uint32_t weights[STEP / 16][4];
+                pack(scores, weights);
+                multiply_values(sums[m], weights, of_values + first);
+            }
+        }
+        if (is_edge) shared_fence();  // the copy engine writes there next
+        __syncwarp();                 // all have read
+    }
+
+    // ---- a pair's end -----------------------------------------------------------------------------
+
+    // Adds the sink, and stores 16 rows.
+    __device__ __forceinline__ void store(const Walk& walk, const Rows& rows, int m,
+                                          const Sums& sums) const {
+        float4 sink = {};
+        if constexpr (ROWS_IN_ROOM) sink = load_float4(room(warp, m * 5 + 4));
+        else sink = make_float4(rows.sink[0], rows.sink[HALVES - 1], 0, 0);
+#pragma unroll
+        for (int half = 0; half < HALVES; ++half) {
+            float total = sums.total[half];
+            total += __shfl_xor_sync(0xFFFFFFFF, total, 1);
+            total += __shfl_xor_sync(0xFFFFFFFF, total, 2);
+            constexpr float LOG2_E = 1.4426950408889634f;
+            total += exp2_approx(fmaf(half ? sink.y : sink.x, LOG2_E, LIFT - sums.largest[half]));
+            const float factor = rows.value_scale * reciprocal_approx(total);
+            const int row = row_of(walk, m, half);
+            if (!is_row(walk, row)) continue;
+            unsigned short* to = arguments.out + place_of(walk, row) + lane % 4 * (FP8 ? 4 : 2);
+            const auto value = [&](int n, int i) { return sums.values[n][2 * half + i] * factor; };
+            if constexpr (FP8) {
+#pragma unroll
+                for (int n = 0; n < 8; n += 2)
+                    store_global(to + n * 8, pack_bf16(value(n, 0), value(n + 1, 0)),
+                                 pack_bf16(value(n, 1), value(n + 1, 1)));
+            } else {
+#pragma unroll
+                for (int n = 0; n < 8; ++n)
+                    store_global(to + n * 8, pack_bf16(value(n, 0), value(n, 1)));
+            }
+        }
+    }
+
+    __device__ __forceinline__ float* piece(int slot, int index) const {
+        return arguments.pieces + ((static_cast<long long>(slot) * PIECE_VECTORS + index) * 32 + lane) * 4;
+    }
+    // A block has at most two pieces: of a pair that began in an earlier one, and of one that begins
+    // in it.
+    __device__ __forceinline__ static int slot_of(int block, bool is_begun) {
+        return block * 2 + is_begun;
+    }
+
+    // Leaves the pair's sums in memory; whoever comes last adds up and stores.
+    __device__ __forceinline__ void store_piece(const Walk& walk, const Rows& rows,
+                                                const Sums (&sums)[M_TILES], const Cut& cut) const {
+        const int slot = slot_of(blockIdx.x, walk.begin == 0);
+#pragma unroll
+        for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+            for (int i = 0; i < VECTORS; ++i)
+                *reinterpret_cast<float4*>(piece(slot, m * VECTORS + i)) = sums[m].vector(i);
+        const int start = walk.unit - walk.begin;
+        const int first = cut.block_of(start);
+        const int last = cut.block_of(start + walk.sequence.tiles - 1);
+        __syncwarp();
+        __threadfence();  // behind the warp's barrier: for what all of its lanes wrote
+        int is_last = 0;
+        if (lane == 0) {
+            unsigned int* counter = &arguments.arrived[first];
+            is_last = atomicAdd(counter, 1) == last - first;
+            if (is_last) *counter = 0;
+        }
+        if (!__shfl_sync(0xFFFFFFFF, is_last, 0)) return;
+        __threadfence();
+        __syncwarp();
+#pragma unroll
+        for (int m = 0; m < M_TILES; ++m) {
+            constexpr int AT_ONCE = HALVES == 1 ? 6 : 3;
+            Sums all;
+            all.reset();
+            for (int base = first; base <= last; base += AT_ONCE) {
+                float4 vectors[AT_ONCE][VECTORS];
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; ++i) {
+                    const int block = min(base + i, last);
+                    const int slot = slot_of(block, block == first);
+#pragma unroll
+                    for (int j = 0; j < VECTORS; ++j)
+                        vectors[i][j] = load_fresh(piece(slot, m * VECTORS + j));
+                }
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; ++i)
+                    if (base + i <= last) all.add(vectors[i]);
+            }
+            store(walk, rows, m, all);
+        }
+    }
+
+    // What this warp left to others and took from them, how often, but for the lowest bit of it, does
+    // not matter to barriers.
+    struct Exchange {
+        uint32_t left = 0, taken = 0;  // a bit each
+        int last;                      // to whom it left its sums last; at first, itself
+    };
+
+    __device__ __forceinline__ void wait_for_room(const Exchange& exchange) const {
+        barrier_wait(taken(warp, exchange.last), (exchange.left >> exchange.last & 1) ^ 1);
+    }
+
+    __device__ __forceinline__ void leave(const Sums (&sums)[M_TILES], Exchange& exchange,
+                                          int to) const {
+        wait_for_room(exchange);
+#pragma unroll
+        for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+            for (int i = 0; i < VECTORS; ++i)
+                store_float4(room(warp, m * VECTORS + i), sums[m].vector(i));
+        __syncwarp();
+        if (lane == 0) barrier_arrive(left(warp, to));
+        exchange.left ^= 1u << to;
+        exchange.last = to;
+    }
+
+    __device__ __forceinline__ void add_up(Sums (&sums)[M_TILES], Exchange& exchange,
+                                           uint32_t leaving) const {
+#pragma unroll 1
+        for (int other = 0; other < WARPS; ++other) {
+            if (!(leaving >> other & 1)) continue;
+            barrier_wait(left(other, warp), exchange.taken >> other & 1);
+#pragma unroll
+            for (int m = 0; m < M_TILES; ++m) {
+                float4 vectors[VECTORS];
+#pragma unroll
+                for (int i = 0; i < VECTORS; ++i)
+                    vectors[i] = load_float4(room(other, m * VECTORS + i));
+                sums[m].add(vectors);
+            }
+            __syncwarp();
+            if (lane == 0) barrier_arrive(taken(other, warp));
+        }
+        exchange.taken ^= leaving;
+    }
+
+    __device__ __forceinline__ void run(Walk walk, int total) const {
+        Ahead ahead = {walk, walk.first_of(warp), 0};
+        settle(ahead);
+        for (int slot = 0; slot < SLOTS && !ahead.walk.is_done(); ++slot) send(ahead, slot);
+        allow_next_kernel();
+        int slot = 0;
+        uint32_t phase = 0;
+        Exchange exchange;
+        exchange.last = warp;
+        for (; !walk.is_done(); walk.next(arguments)) {
+            int tile = walk.first_of(warp);
+            if (tile >= walk.end()) continue;
+            if constexpr (ROWS_IN_ROOM) wait_for_room(exchange);
+            Rows rows;
+            load_rows(walk, rows);
+            Sums sums[M_TILES];
+#pragma unroll
+            for (int m = 0; m < M_TILES; ++m) sums[m].reset();
+            for (; tile < walk.end(); tile += WARPS) {
+                barrier_wait(full(slot), phase);
+                attend(sums, rows, walk, tile, slot);
+                if (!ahead.walk.is_done()) send(ahead, slot);
+                if (++slot == SLOTS) {
+                    slot = 0;
+                    phase ^= 1;
+                }
+            }
+            const int adding = walk.adding_warp();
+            if (warp != adding) {
+                leave(sums, exchange, adding);
+                continue;
+            }
+            add_up(sums, exchange, walk.leaving_warps());
+            if (!PERSISTENT || walk.is_whole()) {
+#pragma unroll
+                for (int m = 0; m < M_TILES; ++m) store(walk, rows, m, sums[m]);
+            } else {
+                store_piece(walk, rows, sums, Cut(total));
+            }
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+    attention_decode(const __grid_constant__ TensorMap keys,
+                     const __grid_constant__ TensorMap values,
+                     const __grid_constant__ Arguments arguments) {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    const uint32_t shared = shared_address(memory);
+    const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);
+    const int lane = threadIdx.x % 32;
+    constexpr int BARRIERS = (SCAN_OFFSET - FULL_OFFSET) / 8;
+    for (int i = threadIdx.x; i < BARRIERS; i += THREADS) barrier_init(shared + FULL_OFFSET + i * 8, 1);
+    barrier_init_fence();
+    if (threadIdx.x == 0) {
+        prefetch_map(&keys);
+        prefetch_map(&values);
+    }
+    __syncthreads();
+    wait_for_previous_kernels();
+    int total = 0;
+    const Walk walk = PERSISTENT ? find_range(shared, arguments, warp, lane, total)
+                                 : own_pair(arguments);
+    Worker{shared, arguments, &keys, &values, warp, lane}.run(walk, total);
+}

@@ -1,0 +1,306 @@
+"""Attention with sinks of one to eight queries a sequence over the paged cache.
+
+Bound by reading the keys and values that are seen, once for all query heads of a key-value head:
+2 KV D bytes a token in e4m3, twice that in bf16. The kernel is attention_decode.cu; how it cuts the
+work into equal parts depends on the lengths, which stay on the device: a launch that was captured
+into a CUDA graph serves any. Here are its contract, and the choice of tile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from gptoss_kernels import contracts
+from gptoss_kernels.contracts import HEAD_DIM, MAXIMUM_DECODE_QUERIES
+from gptoss_kernels.cuda import runtime
+from gptoss_kernels.fp8 import E4M3
+
+_KEYS = 64  # of a tile
+_WINDOW_BOX = 16  # slots: a window's tiles begin at any multiple
+_WINDOW_WARPS = 3
+_UNBOUNDED = 2**30  # a window that hides nothing
+_NO_SPLIT = (None, None)
+
+
+def attention_decode(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    sinks: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    page_tables: Tensor,
+    out: Tensor,
+    *,
+    max_queries: int,
+    scale: float,
+    window: int | None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    tile: DecodeTile | None = None,
+) -> None:
+    """Writes the rows of `out` [T, N * D] bf16 that query_start names, and no others.
+
+    query_start [B + 1] int32 holds rows of `query` [T, N, D] and need not begin at 0; all else as
+    of reference.attention. Caches in bf16 or e4m3; pages of 16 to 256 tokens; `scale` above 0.
+    max_queries: the most of one sequence. The same lengths give the same bits.
+
+    Without a window, blocks leave each other pieces of a sequence in memory that belongs to the
+    stream, or to the capture of the stream into a CUDA graph. So launches may be under way at once
+    on two streams, and in two graphs, but a graph not twice. Raises ValueError on anything else,
+    and runtime.CudaError where there is no Hopper GPU.
+    """
+    contracts.check_gpu(query, "query")
+    if tile is None:
+        tile = choose_tile(
+            query.shape[1] // key_cache.shape[1],
+            max_queries,
+            page_size=key_cache.shape[2],
+            window=window,
+            is_fp8=key_cache.dtype == E4M3,
+        )
+    given = (query, key_cache, value_cache, sinks, query_start, seq_lens, page_tables, out)
+    scales = tuple(each for each in (key_scale, value_scale) if each is not None)
+    split = _room_of(query, tile) if tile.is_split else _NO_SPLIT
+    runtime.launch(
+        ("attention_decode", max_queries, scale, window, key_scale is None, len(scales), tile),
+        (*given, *scales, *(room for room in split if room is not None)),
+        lambda: prepare(
+            *given,
+            max_queries=max_queries,
+            scale=scale,
+            window=window,
+            key_scale=key_scale,
+            value_scale=value_scale,
+            tile=tile,
+            split=split,
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class DecodeTile:
+    """What the kernel is compiled for.
+
+    rows: query heads times queries of a pair (8, 16, 32 or 64); more are taken in passes. box: slots
+    that one copy loads, at most a page. is_split: pairs are cut into equal parts for all blocks;
+    else a block has one pair. warps: of a block, slots: of 64 keys and values, in each warp's ring.
+    blocks: on a multiprocessor.
+    """
+
+    rows: int
+    is_fp8: bool = False
+    box: int = 64
+    is_split: bool = True
+    warps: int = 4
+    slots: int = 3
+    blocks: int = 1
+
+    source = "attention_decode"
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def piece_bytes(self) -> int:
+        """What a warp knows of a pair: sums, maxima and totals of its rows, by lane."""
+        vectors = 5 if self.rows == 8 else 9
+        return math.ceil(self.rows / 16) * vectors * 32 * 16
+
+    @property
+    def shared_bytes(self) -> int:
+        """The slots, a room for each warp, barriers of slots and of two warps each, for the search."""
+        slot_bytes = 2 * _KEYS * HEAD_DIM * (1 if self.is_fp8 else 2)
+        of_warp = self.slots * (slot_bytes + 8) + self.piece_bytes + self.warps * 16 + 4
+        return math.ceil((self.warps * of_warp + 8) / 16) * 16
+
+    @property
+    def defines(self) -> dict[str, int]:
+        return {
+            "ROWS": self.rows,
+            "FP8": int(self.is_fp8),
+            "BOX": self.box,
+            "PERSISTENT": int(self.is_split),
+            "WARPS": self.warps,
+            "SLOTS": self.slots,
+            "BLOCKS": self.blocks,
+            "SHARED_BYTES": self.shared_bytes,
+        }
+
+    @property
+    def spec(self) -> runtime.KernelSpec:
+        return runtime.KernelSpec(
+            self.source,
+            files=("mma.cuh", f"{self.source}.cu"),
+            defines=tuple(self.defines.items()),
+            shared_bytes=self.shared_bytes,
+            variant=self.variant,
+        )
+
+    @property
+    def variant(self) -> str:
+        """For people: the rows, and what is not as by default."""
+        others = [
+            f"{field.name}={getattr(self, field.name)}"
+            for field in fields(self)[1:]
+            if getattr(self, field.name) != field.default
+        ]
+        return " ".join([f"rows={self.rows}", *others])
+
+
+# Warps and slots by rows, bf16 and e4m3: at least 64 KB on their way while others are multiplied.
+# Eight warps for e4m3, of which half as many bytes are to be multiplied in the same time.
+_SPLIT = {
+    False: {8: (4, 3), 16: (4, 3), 32: (4, 2), 64: (4, 2)},
+    True: {8: (8, 3), 16: (8, 2), 32: (8, 2), 64: (4, 4)},
+}
+
+
+def choose_tile(
+    group: int, max_queries: int, *, page_size: int, window: int | None, is_fp8: bool
+) -> DecodeTile:
+    """For `group` query heads a key-value head."""
+    rows = next((rows for rows in (8, 16, 32) if rows >= group * max_queries), 64)
+    # A window's keys and the queries' own, from a multiple of 16 on.
+    most_keys = (window or _UNBOUNDED) + max_queries - 1 + _WINDOW_BOX - 1
+    if most_keys <= _WINDOW_WARPS * _KEYS:
+        # With 64 rows the compiler spills; the second pass finds its keys in L2.
+        return DecodeTile(
+            min(rows, 32), is_fp8, _WINDOW_BOX, is_split=False, warps=_WINDOW_WARPS, slots=1
+        )
+    warps, slots = _SPLIT[is_fp8][rows]
+    return DecodeTile(rows, is_fp8, min(page_size, _KEYS), warps=warps, slots=slots)
+
+
+def served_tiles(
+    groups: tuple[int, ...], windows: tuple[int | None, ...], page_size: int = 64
+) -> Iterator[DecodeTile]:
+    """All that choose_tile gives for models with these groups of heads and windows, each once."""
+    queries = range(1, MAXIMUM_DECODE_QUERIES + 1)
+    choices = product(groups, queries, windows, (False, True))
+    yield from {
+        choose_tile(group, most, page_size=page_size, window=window, is_fp8=is_fp8): None
+        for group, most, window, is_fp8 in choices
+    }
+
+
+# ---- what blocks leave each other --------------------------------------------------------------
+
+_Room = tuple[Tensor, Tensor]
+_rooms: dict[tuple[int, ...], _Room] = {}
+# Of the last capture of each stream. It lies in the graph's own memory, and the graph itself sets
+# the counters to 0, so that nobody must keep it beyond the capture.
+_captured_rooms: dict[tuple[int, ...], tuple[int, _Room]] = {}
+
+
+def _room_of(query: Tensor, tile: DecodeTile) -> _Room:
+    """Two pieces for each block, and its counter, which is 0 before and after each launch.
+
+    One for all launches that come one after the other: of a stream, and of a stream's capture.
+    """
+    device = query.get_device()
+    capture = runtime.capture_id(device)
+    blocks = _most_blocks(device, tile)
+    key = (device, torch._C._cuda_getCurrentRawStream(device), blocks, tile.piece_bytes)
+    if capture:
+        last, room = _captured_rooms.get(key, (0, None))
+        if last != capture or room is None:
+            room = _empty_room(query, blocks, tile)
+            _captured_rooms[key] = (capture, room)
+        return room
+    if key not in _rooms:
+        _rooms[key] = _empty_room(query, blocks, tile)
+    return _rooms[key]
+
+
+def _empty_room(query: Tensor, blocks: int, tile: DecodeTile) -> _Room:
+    pieces = torch.empty(blocks * 2 * tile.piece_bytes // 4, device=query.device)
+    return pieces, torch.zeros(blocks, dtype=torch.int32, device=query.device)
+
+
+def _most_blocks(device: int, tile: DecodeTile) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count * tile.blocks
+
+
+# ---- launching ---------------------------------------------------------------------------------
+
+
+class _Arguments(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("query", "sinks", "query_start", "seq_lens")),
+        *((name, ctypes.c_void_p) for name in ("page_tables", "key_scale", "value_scale")),
+        *((name, ctypes.c_void_p) for name in ("out", "pieces", "arrived")),
+        *((name, ctypes.c_int) for name in ("num_sequences", "num_kv_heads", "group_shift")),
+        *((name, ctypes.c_int) for name in ("page_shift", "table_width", "window", "passes")),
+        ("scale", ctypes.c_float),
+    )
+
+
+def prepare(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    sinks: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    page_tables: Tensor,
+    out: Tensor,
+    *,
+    max_queries: int,
+    scale: float,
+    window: int | None,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+    tile: DecodeTile,
+    split: tuple[Tensor, Tensor] | tuple[None, None],
+) -> runtime.Launch:
+    """Check, and pack a launch for any values of query_start, seq_lens and page_tables."""
+    inputs = (query, key_cache, value_cache, sinks, query_start, seq_lens, page_tables)
+    contracts.check_attention_inputs(*inputs, window, key_scale, value_scale)
+    num_tokens, num_heads, _ = query.shape
+    num_pages, num_kv_heads, page_size, _ = key_cache.shape
+    contracts.check_output("out", out, torch.bfloat16, (num_tokens, num_heads * HEAD_DIM), query)
+    contracts.check_contiguous("out", out)
+    if not scale > 0:
+        raise ValueError(f"scale must be above 0, got {scale}")
+    if num_pages * num_kv_heads * page_size >= 2**31:
+        raise ValueError(f"P KV page_size must be below 2^31, got {list(key_cache.shape[:3])}")
+    if tile.is_fp8 != (key_cache.dtype == E4M3) or page_size % tile.box:
+        raise ValueError(f"{tile} is not for {key_cache.dtype} in pages of {page_size}")
+
+    device = query.get_device()
+    group = num_heads // num_kv_heads
+    passes = max(1, math.ceil(group * max_queries / tile.rows))
+    num_sequences, table_width = page_tables.shape
+    pairs = num_sequences * num_kv_heads * passes
+    grid = pairs
+    if tile.is_split:
+        most_tiles = pairs * math.ceil(table_width * page_size / _KEYS)
+        grid = max(1, min(_most_blocks(device, tile), most_tiles // tile.warps))
+    caches = (cache.view(-1, HEAD_DIM) for cache in (key_cache, value_cache))
+    swizzle = HEAD_DIM * key_cache.element_size()
+    optional = (key_scale, value_scale, out, *split)
+    return runtime.Launch(
+        runtime.load(tile.spec, device),
+        grid=grid,
+        threads=tile.threads,
+        arguments=(
+            *(runtime.tensor_map(cache, (tile.box, HEAD_DIM), swizzle) for cache in caches),
+            _Arguments(
+                *(each.data_ptr() for each in (query, *inputs[3:])),
+                *(each.data_ptr() if each is not None else None for each in optional),
+                *(num_sequences, num_kv_heads, group.bit_length() - 1),
+                *(page_size.bit_length() - 1, table_width),
+                *(min(window or _UNBOUNDED, _UNBOUNDED), passes),
+                scale * math.log2(math.e),
+            ),
+        ),
+    )
