@@ -33,17 +33,13 @@ from gptoss_kernels import contracts
 from gptoss_kernels.cuda import compiler, runtime
 from gptoss_kernels.cuda.compiler import KernelSpec
 
-from .translate import FOLDER, translate
+from .translate import FOLDER, EmulationError, translate
 
 _FLAGS = ("-std=c++17", "-O1", "-g1", "-fPIC", "-fno-omit-frame-pointer", "-w")
 _ELEMENT_BYTES = (1, 2, 4, 4, 8, 8, 2, 4, 8, 2, 4, 4, 4)  # by CUtensorMapDataType
 _SWIZZLE_BYTES = (0, 32, 64, 128)
 _MAP = struct.Struct("<QQ3I5I5Q5H3H8x")
 _MAP_MARK = 0x50414D524F534E45
-
-
-class EmulationError(AssertionError):
-    """What a kernel does wrong, and which thread of which block."""
 
 
 class _Setting(ctypes.Structure):
@@ -80,11 +76,11 @@ class Emulation:
             changed = self.change(source)
             assert changed != source, "the change of the kernel changed nothing"
             source = changed
-        run = _compiled(source, spec.name, spec.defines)
+        run, library = _compiled(source, spec.name, spec.defines)
         seed, self.seed = self.seed, self.seed + 1
         setting = _Setting(grid, block, shared_bytes, self.resident, seed)
         if message := run(ctypes.byref(setting), arguments):
-            words = _with_lines(message.decode(), run.path)
+            words = _with_lines(message.decode(), library)
             raise EmulationError(f"{spec}, seed {seed}: {words}")
 
 
@@ -222,8 +218,8 @@ def _hash(*texts: str) -> str:
 
 
 @functools.cache
-def _compiled(source: str, name: str, defines: tuple[tuple[str, int], ...]) -> Any:
-    """The function that launches a kernel; its __device__ variables stay from launch to launch."""
+def _compiled(source: str, name: str, defines: tuple[tuple[str, int], ...]) -> tuple[Any, Path]:
+    """The function that launches a kernel, whose __device__ variables stay, and its library."""
     text = translate(source, name)
     flags = [f"-D{key}={value}" for key, value in sorted(defines)]
     headers = [(FOLDER / header).read_text() for header in ("ptx.hpp", "cuda.hpp", "machine.hpp")]
@@ -235,8 +231,7 @@ def _compiled(source: str, name: str, defines: tuple[tuple[str, int], ...]) -> A
         _build(output, [*_FLAGS, "-shared", f"-I{FOLDER}", *flags, str(machine), str(written)])
     library = ctypes.CDLL(str(output))
     library.emulated_launch.restype = ctypes.c_char_p
-    library.emulated_launch.path = output
-    return library.emulated_launch
+    return library.emulated_launch, output
 
 
 # ---- where in the code -------------------------------------------------------------------------

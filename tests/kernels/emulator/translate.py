@@ -27,8 +27,12 @@ _TYPES = {
     **{f"{kind}16": "unsigned short" for kind in "bu"},
     **{f"{kind}32": "unsigned" for kind in "bu"},
     **{f"{kind}64": "unsigned long long" for kind in "bu"},
-    **{"s8": "signed char", "s16": "short", "s32": "int", "s64": "long long"},
-    **{"f32": "float", "f64": "double"},
+    "s8": "signed char",
+    "s16": "short",
+    "s32": "int",
+    "s64": "long long",
+    "f32": "float",
+    "f64": "double",
 }
 _MULTIPLIED = {"e4m3": "E4M3", "e5m2": "E5M2", "bf16": "BF16", "f16": "F16"}
 _OF_THE_CTA = r"(\.shared(::cta|::cluster)?)?"
@@ -37,8 +41,8 @@ _CACHE = r"(\.(ca|cg|cs|lu|cv|wb|wt|nc))*(\.L1::\w+)?(\.L2::\w+)*"
 _VECTOR = r"(\.v[248])?\.(?P<type>[busf]\d+)"
 
 
-class UnknownInstruction(Exception):
-    """No function of ptx.hpp stands for this instruction."""
+class EmulationError(AssertionError):
+    """What a kernel does wrong, and which thread of which block; or what no emulator can run."""
 
 
 # ---- instructions ------------------------------------------------------------------------------
@@ -167,20 +171,20 @@ def _call(name: str, operands: list[str]) -> str:
             return f"{prefix}{function}{template}({', '.join(flat)});"
     function = re.sub(r"\W+", "_", name)
     if function not in _KNOWN:
-        raise UnknownInstruction(f"the emulator does not know the PTX instruction {name}")
+        raise EmulationError(f"the emulator does not know the PTX instruction {name}")
     return f"ptx::{function}({', '.join(flat)});"
 
 
 def _wgmma(found: re.Match[str], operands: list[str]) -> str:
     kind = _MULTIPLIED[found["type"]]
     if int(found["k"]) * (1 if kind.startswith("E") else 2) != 32:
-        raise UnknownInstruction(f"no such shape: {found.group()}")
+        raise EmulationError(f"no such shape: {found.group()}")
     sums, a, b, accumulates, a_sign, b_sign, *transposed = (each.strip() for each in operands)
     in_registers = a.startswith("{")
     names = [each.strip() for each in _flat(sums).split(",")]
     places = f"const void* const places_[] = {a.replace('operand', 'place')}; "
     if len(names) != int(found["columns"]) // 2:
-        raise UnknownInstruction(f"{found.group()} with {len(names)} accumulators")
+        raise EmulationError(f"{found.group()} with {len(names)} accumulators")
     a_transposed, b_transposed = ("0", "0")
     if in_registers and transposed:
         (b_transposed,) = transposed
