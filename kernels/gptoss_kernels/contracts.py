@@ -430,10 +430,10 @@ def check_rope_inputs(
     check_caches(key_cache, value_cache, key_scale, value_scale, qkv, "qkv")
     num_kv_heads = key_cache.shape[1]
     least = (2 * num_kv_heads + 1) * HEAD_DIM
-    if qkv.dim() != 2 or qkv.shape[1] % HEAD_DIM or qkv.shape[1] < least or not num_kv_heads:
+    if qkv.dim() != 2 or qkv.shape[1] % HEAD_DIM or qkv.shape[1] < least:
         raise ValueError(
-            f"qkv must be [T, (N + 2 KV) * {HEAD_DIM}], N and KV at least 1, got {list(qkv.shape)} "
-            f"for {num_kv_heads} key-value heads"
+            f"qkv must be [T, (N + 2 KV) * {HEAD_DIM}], N at least 1, got {list(qkv.shape)} for "
+            f"{num_kv_heads} key-value heads"
         )
     if qkv.numel() >= 2**30 * HEAD_DIM:  # kernels number the heads of all tokens
         raise ValueError(f"qkv must have T (N + 2 KV) below 2^30, got {list(qkv.shape)}")

@@ -1,0 +1,188 @@
+// q and k rotated by their positions; q to a tensor of its own, k and v to their slots of the caches.
+//
+// Four lanes share a head: each has 8 elements of its first half, and the 8 of the second half that
+// they are rotated with. They do HEADS heads of a token, whose angles they load once: of the P =
+// ceil(heads / HEADS) parts of a token, part p has the heads p, p + P, p + 2 P, ..., so that the
+// lanes of a warp have adjacent heads.
+
+constexpr int DIM = 64, HALF = DIM / 2;
+constexpr int WIDTH = 8;  // elements of an access
+constexpr int LANES = HALF / WIDTH;
+
+using bf16 = unsigned short;
+#if FP8
+using cached = unsigned char;
+#else
+using cached = bf16;
+#endif
+
+struct Arguments {
+    const bf16* qkv;
+    const long long* positions;
+    const float* rope_table;
+    cached *key_cache, *value_cache;
+    const long long* slots;
+    const float *key_scale, *value_scale;  // or none
+    bf16* query;
+    int num_tokens, num_heads, num_kv_heads, page_shift;  // pages of 2^page_shift slots
+    long long num_positions, num_slots;
+};
+
+struct alignas(16) Vector {
+    uint32_t words[WIDTH / 2];  // pairs of bf16
+};
+
+struct alignas(16) Floats {
+    float values[4];
+};
+
+struct alignas(8) Bytes {
+    uint32_t words[WIDTH / 4];  // e4m3
+};
+
+struct Angles {
+    float cos[WIDTH], sin[WIDTH];
+
+    // Of a position that the table does not have: NaN, and nothing is read.
+    __device__ __forceinline__ void load(const float* row, bool is_there) {
+#pragma unroll
+        for (int i = 0; i < WIDTH; i += 4) {
+            Floats c, s;
+            c.values[0] = c.values[1] = c.values[2] = c.values[3] = __int_as_float(-1);
+            s = c;
+            if (is_there) {
+                c = *reinterpret_cast<const Floats*>(row + i);
+                s = *reinterpret_cast<const Floats*>(row + HALF + i);
+            }
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                cos[i + j] = c.values[j];
+                sin[i + j] = s.values[j];
+            }
+        }
+    }
+};
+
+// (a, b) -> (a cos - b sin, b cos + a sin), rounded once. Fused by hand: as the compiler would like
+// to, but in the same way whatever is around it.
+__device__ __forceinline__ float first(float a, float b, float cos, float sin) {
+    return fmaf(-b, sin, a * cos);
+}
+
+__device__ __forceinline__ float second(float a, float b, float cos, float sin) {
+    return fmaf(a, sin, b * cos);
+}
+
+// What a key-value head is divided by.
+struct Scale {
+    float value, inverse;
+
+    __device__ __forceinline__ explicit Scale(float value) : value(value), inverse(1 / value) {}
+
+    // Rounded as a division is, where that decides what e4m3 becomes of it. Elsewhere that is 448 or
+    // 0, and the remainder of inf is no number, and that of -0 would take its sign.
+    __device__ __forceinline__ float divide(float x) const {
+        const float quotient = x * inverse, size = fabsf(quotient);
+        const float better = fmaf(fmaf(-value, quotient, x), inverse, quotient);
+        return 1e-5f < size && size < 1e3f ? better : quotient;
+    }
+
+    __device__ __forceinline__ Bytes quantise(const Vector& x) const {
+        Bytes bytes;
+#pragma unroll
+        for (int i = 0; i < WIDTH / 4; ++i) {
+            const uint32_t low = x.words[2 * i], high = x.words[2 * i + 1];
+            bytes.words[i] = pack_e4m3(divide(low_bf16(low)), divide(high_bf16(low)),
+                                       divide(low_bf16(high)), divide(high_bf16(high)));
+        }
+        return bytes;
+    }
+};
+
+// What four lanes have of a head.
+struct Head {
+    Vector a, b;
+
+    __device__ __forceinline__ void load(const bf16* pointer) {
+        a = *reinterpret_cast<const Vector*>(pointer);
+        b = *reinterpret_cast<const Vector*>(pointer + HALF);
+    }
+
+    __device__ __forceinline__ void rotate(const Angles& angles) {
+#pragma unroll
+        for (int i = 0; i < WIDTH / 2; ++i) {
+            const float a_low = low_bf16(a.words[i]), a_high = high_bf16(a.words[i]);
+            const float b_low = low_bf16(b.words[i]), b_high = high_bf16(b.words[i]);
+            const float cos_low = angles.cos[2 * i], cos_high = angles.cos[2 * i + 1];
+            const float sin_low = angles.sin[2 * i], sin_high = angles.sin[2 * i + 1];
+            a.words[i] = pack_bf16(first(a_low, b_low, cos_low, sin_low),
+                                   first(a_high, b_high, cos_high, sin_high));
+            b.words[i] = pack_bf16(second(a_low, b_low, cos_low, sin_low),
+                                   second(a_high, b_high, cos_high, sin_high));
+        }
+    }
+
+    __device__ __forceinline__ void store(bf16* pointer, float = 1) const {
+        *reinterpret_cast<Vector*>(pointer) = a;
+        *reinterpret_cast<Vector*>(pointer + HALF) = b;
+    }
+
+    // What was rotated has been rounded to bf16, as if it had been stored.
+    __device__ __forceinline__ void store(unsigned char* pointer, float scale) const {
+        const Scale divisor(scale);
+        *reinterpret_cast<Bytes*>(pointer) = divisor.quantise(a);
+        *reinterpret_cast<Bytes*>(pointer + HALF) = divisor.quantise(b);
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    rope_and_cache_write(const __grid_constant__ Arguments arguments) {
+    const int num_heads = arguments.num_heads, num_kv_heads = arguments.num_kv_heads;
+    const int num_rotated = num_heads + num_kv_heads, num_all = num_rotated + num_kv_heads;
+    const uint32_t num_parts = uint32_t(num_all + HEADS - 1) / HEADS;
+    const uint32_t part = (blockIdx.x * THREADS + threadIdx.x) / LANES;
+    const long long token = part / num_parts;
+    const int first_head = part % num_parts, column = threadIdx.x % LANES * WIDTH;
+    wait_for_previous_kernels();
+    allow_next_kernel();
+    if (token >= arguments.num_tokens) return;
+
+    const long long position = arguments.positions[token], slot = arguments.slots[token];
+    const bf16* const qkv = arguments.qkv + token * num_all * DIM + column;
+    Head heads[HEADS];
+    float scales[HEADS];
+#pragma unroll
+    for (int i = 0; i < HEADS; ++i) {
+        const int head = first_head + i * num_parts;
+        if (head < num_all) heads[i].load(qkv + head * DIM);
+        scales[i] = 1;
+        if (FP8 && num_heads <= head && head < num_all) {
+            const bool is_key = head < num_rotated;
+            const float* const given = is_key ? arguments.key_scale : arguments.value_scale;
+            if (given) scales[i] = given[head - (is_key ? num_heads : num_rotated)];
+        }
+    }
+    Angles angles;
+    angles.load(arguments.rope_table + position * DIM + column,
+                uint64_t(position) < uint64_t(arguments.num_positions));
+
+    // A negative slot is beyond the last one, as a number without a sign.
+    const bool is_stored = uint64_t(slot) < uint64_t(arguments.num_slots);
+    const uint32_t page = uint32_t(slot) >> arguments.page_shift;
+    const uint32_t offset = uint32_t(slot) - (page << arguments.page_shift);
+#pragma unroll
+    for (int i = 0; i < HEADS; ++i) {
+        const int head = first_head + i * num_parts;
+        if (head < num_rotated) heads[i].rotate(angles);
+        if (head < num_heads) {
+            heads[i].store(arguments.query + (token * num_heads + head) * DIM + column);
+        } else if (head < num_all && is_stored) {
+            const bool is_key = head < num_rotated;
+            cached* const cache = is_key ? arguments.key_cache : arguments.value_cache;
+            const uint32_t kv_head = head - (is_key ? num_heads : num_rotated);
+            const uint32_t row =
+                ((page * num_kv_heads + kv_head) << arguments.page_shift) + offset;
+            heads[i].store(cache + uint64_t(row) * DIM + column, scales[i]);
+        }
+    }
+}
