@@ -350,36 +350,34 @@ inline void halves(b32& target, Operation operation) {
     }
     target = pair(results[0], results[1]);
 }
-#define PTX_HALVES(suffix, type)                                                                 \
-    inline float wide_##suffix(b32 pair, int i) {                                                \
-        return emulator::widen(emulator::Type::type, half_of(pair, i));                          \
-    }                                                                                            \
-    inline void add_rn_##suffix(b32& t, b32 a, b32 b) {                                          \
-        halves<emulator::Type::type>(                                                            \
-            t, [=](int i) { return wide_##suffix(a, i) + wide_##suffix(b, i); });                \
-    }                                                                                            \
-    inline void mul_rn_##suffix(b32& t, b32 a, b32 b) {                                          \
-        halves<emulator::Type::type>(                                                            \
-            t, [=](int i) { return wide_##suffix(a, i) * wide_##suffix(b, i); });                \
-    }                                                                                            \
-    inline void mul_##suffix(b32& t, b32 a, b32 b) { mul_rn_##suffix(t, a, b); }                 \
-    inline void add_##suffix(b32& t, b32 a, b32 b) { add_rn_##suffix(t, a, b); }                 \
-    inline void fma_rn_##suffix(b32& t, b32 a, b32 b, b32 c) {                                   \
-        halves<emulator::Type::type>(t, [=](int i) {                                             \
-            return fmaf(wide_##suffix(a, i), wide_##suffix(b, i), wide_##suffix(c, i));          \
-        });                                                                                      \
-    }                                                                                            \
-    inline void max_##suffix(b32& t, b32 a, b32 b) {                                             \
-        halves<emulator::Type::type>(                                                            \
-            t, [=](int i) { return fmaxf(wide_##suffix(a, i), wide_##suffix(b, i)); });          \
-    }                                                                                            \
-    inline void min_##suffix(b32& t, b32 a, b32 b) {                                             \
-        halves<emulator::Type::type>(                                                            \
-            t, [=](int i) { return fminf(wide_##suffix(a, i), wide_##suffix(b, i)); });          \
+#define PTX_OF_TWO(name, suffix, type, result)                                              \
+    inline void name##_##suffix(b32& target, b32 x, b32 y) {                                \
+        halves<emulator::Type::type>(target, [=](int i) {                                   \
+            const float a = wide_##suffix(x, i), b = wide_##suffix(y, i);                   \
+            return result;                                                                  \
+        });                                                                                 \
+    }
+#define PTX_HALVES(suffix, type)                                                            \
+    inline float wide_##suffix(b32 pair, int i) {                                           \
+        return emulator::widen(emulator::Type::type, half_of(pair, i));                     \
+    }                                                                                       \
+    PTX_OF_TWO(add, suffix, type, a + b)                                                    \
+    PTX_OF_TWO(sub, suffix, type, a - b)                                                    \
+    PTX_OF_TWO(mul, suffix, type, a * b)                                                    \
+    PTX_OF_TWO(add_rn, suffix, type, a + b)                                                 \
+    PTX_OF_TWO(sub_rn, suffix, type, a - b)                                                 \
+    PTX_OF_TWO(mul_rn, suffix, type, a * b)                                                 \
+    PTX_OF_TWO(min, suffix, type, fminf(a, b))                                              \
+    PTX_OF_TWO(max, suffix, type, fmaxf(a, b))                                              \
+    inline void fma_rn_##suffix(b32& target, b32 x, b32 y, b32 z) {                         \
+        halves<emulator::Type::type>(target, [=](int i) {                                   \
+            return fmaf(wide_##suffix(x, i), wide_##suffix(y, i), wide_##suffix(z, i));     \
+        });                                                                                 \
     }
 PTX_HALVES(f16x2, F16)
 PTX_HALVES(bf16x2, BF16)
 #undef PTX_HALVES
+#undef PTX_OF_TWO
 
 }  // namespace ptx
 

@@ -108,7 +108,12 @@ _WGMMA = re.compile(
     r"wgmma\.mma_async\.sync\.aligned\.m64n(?P<columns>\d+)k(?P<k>\d+)\.f32\.(?P<type>\w+)\.\w+"
 )
 _MMA = re.compile(r"mma\.sync\.aligned\.m16n8k(?P<k>\d+)\.row\.col\.f32\.(?P<type>\w+)\.\w+\.f32")
-_KNOWN = set(re.findall(r"\b(\w+)\(", (FOLDER / "ptx.hpp").read_text()))
+_PTX = (FOLDER / "ptx.hpp").read_text()
+_KNOWN = set(re.findall(r"\b(\w+)\(", _PTX)) | {
+    f"{name}_{suffix}"
+    for name in ("fma_rn", *re.findall(r"PTX_OF_TWO\((\w+), suffix, type, \w", _PTX))
+    for suffix in ("f16x2", "bf16x2")
+}
 
 
 def _split(text: str, separator: str) -> list[str]:
