@@ -716,7 +716,7 @@ struct Worker {
         __syncwarp();
 #pragma unroll
         for (int m = 0; m < M_TILES; ++m) {
-            constexpr int AT_ONCE = HALVES == 1 ? 6 : 3;
+            constexpr int AT_ONCE = HALVES == 1 ? 9 : M_TILES == 1 ? 4 : 3;
             Sums all;
             all.reset();
             for (int base = first; base <= last; base += AT_ONCE) {

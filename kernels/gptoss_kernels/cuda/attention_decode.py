@@ -89,10 +89,10 @@ def attention_decode(
 class DecodeTile:
     """What the kernel is compiled for.
 
-    rows: query heads times queries of a pair (8, 16, 32 or 64); more are taken in passes. box: slots
-    that one copy loads, at most a page. is_split: pairs are cut into equal parts for all blocks;
-    else a block has one pair. warps: of a block, slots: of 64 keys and values, in each warp's ring.
-    blocks: on a multiprocessor.
+    rows: query heads times queries of a pair (8, 16, 32 or 64); more are taken in passes. box:
+    slots that one copy loads, at most a page. is_split: pairs are cut into equal ranges for all
+    blocks, else a block has one pair. warps: of a block; slots: of 64 keys and values, in each
+    warp's ring; blocks: on a multiprocessor; waves: of blocks, where pairs are split.
     """
 
     rows: int
@@ -102,6 +102,7 @@ class DecodeTile:
     warps: int = 4
     slots: int = 3
     blocks: int = 1
+    waves: int = 1
 
     source = "attention_decode"
 
@@ -117,7 +118,7 @@ class DecodeTile:
 
     @property
     def shared_bytes(self) -> int:
-        """The slots, a room for each warp, barriers of slots and of two warps each, for the search."""
+        """The slots, rooms of warps, barriers of slots and of two warps, what finds the range."""
         slot_bytes = 2 * _KEYS * HEAD_DIM * (1 if self.is_fp8 else 2)
         of_warp = self.slots * (slot_bytes + 8) + self.piece_bytes + self.warps * 16 + 4
         return math.ceil((self.warps * of_warp + 8) / 16) * 16
@@ -227,7 +228,8 @@ def _empty_room(query: Tensor, blocks: int, tile: DecodeTile) -> _Room:
 
 
 def _most_blocks(device: int, tile: DecodeTile) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count * tile.blocks
+    at_once = torch.cuda.get_device_properties(device).multi_processor_count * tile.blocks
+    return at_once * tile.waves
 
 
 # ---- launching ---------------------------------------------------------------------------------
