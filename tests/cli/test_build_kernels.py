@@ -150,6 +150,8 @@ def sizes_of(config: ModelConfig) -> build.ModelSizes:
         hidden=config.hidden_size,
         qkv=queries + 2 * config.num_kv_heads * config.head_dim,
         attention=queries,
+        group=config.num_heads // config.num_kv_heads,
+        window=config.sliding_window,
         intermediate=config.intermediate_size,
         num_experts=config.num_experts,
         experts_per_token=config.experts_per_token,

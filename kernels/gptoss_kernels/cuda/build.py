@@ -22,21 +22,26 @@ from gptoss_kernels.cuda.compiler import Cubin, CudaError, KernelSpec
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What of a model decides which kernels it takes."""
+    """What of a model decides which kernels it takes.
+
+    group: query heads a key-value head.
+    """
 
     hidden: int
     qkv: int
     attention: int
+    group: int
+    window: int
     intermediate: int
     num_experts: int
     experts_per_token: int
 
 
 SERVED_MODELS = {
-    "20b": ModelSizes(2880, 5120, 4096, 2880, 32, 4),
-    "120b": ModelSizes(2880, 5120, 4096, 2880, 128, 4),
-    "tiny": ModelSizes(320, 5120, 4096, 1088, 16, 4),
-    "demo": ModelSizes(128, 512, 256, 128, 8, 2),
+    "20b": ModelSizes(2880, 5120, 4096, 8, 128, 2880, 32, 4),
+    "120b": ModelSizes(2880, 5120, 4096, 8, 128, 2880, 128, 4),
+    "tiny": ModelSizes(320, 5120, 4096, 8, 128, 1088, 16, 4),
+    "demo": ModelSizes(128, 512, 256, 2, 128, 128, 8, 2),
 }
 # Multiprocessors of the Hopper boards: H100 and H200 (SXM), H100 NVL, H100 PCIe, H20.
 _NUM_BLOCKS = (132, 114, 78)
@@ -71,7 +76,7 @@ class Built:
 def served_kernels() -> tuple[KernelSpec, ...]:
     """Each once, for any number of tokens of any served model on any Hopper GPU."""
     models = SERVED_MODELS.values()
-    kinds = (_dense, _grouped, _bound_by_memory)
+    kinds = (_dense, _grouped, _attention, _bound_by_memory)
     kernels = {spec for model in models for kind in kinds for spec in kind(model)}
     return tuple(sorted(kernels, key=str))
 
@@ -106,6 +111,15 @@ def _grouped(model: ModelSizes) -> Iterator[KernelSpec]:
         )
     for tile in tiles:
         yield tile.spec
+
+
+def _attention(model: ModelSizes) -> Iterator[KernelSpec]:
+    from gptoss_kernels.cuda import attention_decode, attention_prefill, rope
+
+    decode = attention_decode.served_tiles((model.group,), (None, model.window))
+    for tile in (*attention_prefill.served_tiles(), *decode):
+        yield tile.spec
+    yield from rope.served_specs()
 
 
 def _bound_by_memory(model: ModelSizes) -> Iterator[KernelSpec]:
