@@ -389,22 +389,22 @@ def wrong_twins(case: Case) -> Iterator[tuple[str, Tensor]]:
 
 
 def _wrong_page(case: Case) -> Tensor | None:
-    """Tables in which the longest sequence has the page before its last one twice, as its first
-    one; None where it has no two whole pages.
+    """Tables in which a sequence has its last whole page twice, as its first whole one, too: the
+    shortest sequence with two of those; None where there is none.
 
     Two whole pages exchanged would change nothing: keys have no order.
     """
     page_size = case.key_cache.shape[2]
-    queries = case.query_start.diff()
-    lengths = torch.where(queries > 0, case.seq_lens, 0)
-    if not len(lengths):
+    found: tuple[range, int] | None = None
+    lengths, counts = case.seq_lens.tolist(), case.query_start.diff().tolist()
+    for b, (length, num_queries) in enumerate(zip(lengths, counts, strict=True)):
+        first = 0 if case.window is None else max(0, length - num_queries - case.window + 1)
+        whole = range(-(-first // page_size), length // page_size)
+        if num_queries and len(whole) >= 2 and (found is None or len(whole) < len(found[0])):
+            found = whole, b
+    if found is None:
         return None
-    b = int(lengths.argmax())
-    length, num_queries = int(lengths[b]), int(queries[b])
-    first = 0 if case.window is None else max(0, length - num_queries - case.window + 1)
-    whole = range(-(-first // page_size), length // page_size)
-    if len(whole) < 2:
-        return None
+    whole, b = found
     tables = case.page_tables.clone()
     tables[b, whole[0]] = tables[b, whole[-1]]
     return tables
