@@ -19,16 +19,10 @@ instead of the chosen one: that is how linear_fp8.choose_tile was made.
 
 from __future__ import annotations
 
-import argparse
-import sys
-from pathlib import Path
-
-import torch
 from activations import bench_activations
 from dense import bench_dense
 from grouped import ALSO, bench_grouped
-from measuring import command_output
-from running import EXPERTS, Bench
+from running import EXPERTS, parser_of, run
 
 from gptoss_kernels.fp8 import SWIGLU_GROUP
 
@@ -36,13 +30,8 @@ RUNS = {"dense": bench_dense, "grouped": bench_grouped, "activations": bench_act
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("products", nargs="*", help=f"of {', '.join(RUNS)}; all if none")
-    parser.add_argument("--output", type=Path, help="append the JSON lines to this file")
+    parser = parser_of(__doc__, RUNS)
     parser.add_argument("--model", choices=EXPERTS, default="120b", help="whose experts")
-    parser.add_argument("--tokens", type=int, nargs="+", help="other sizes than the usual ones")
     parser.add_argument("--parts", action="store_true", help="each grouped product alone, too")
     parser.add_argument(
         "--group", type=int, choices=(64, 128), default=SWIGLU_GROUP, help="behind SwiGLU"
@@ -54,30 +43,7 @@ def main() -> None:
     parser.add_argument(
         "--also", nargs="*", choices=ALSO, default=[], help="other operators of ours, grouped"
     )
-    parser.add_argument("--rest", type=float, default=1.0, help="seconds before each burst")
-    parser.add_argument("--bursts", type=int, default=3, help="bursts of each candidate")
-    parser.add_argument("--turns", type=int, default=3, help="sustained turns of each; 0 for none")
-    parser.add_argument(
-        "--all-sustained", action="store_true", help="turns of what leaves the clock as it is, too"
-    )
-    parser.add_argument("--commit", default=command_output("git", "rev-parse", "--short", "HEAD"))
-    arguments = parser.parse_args()
-    unknown = set(arguments.products) - set(RUNS)
-    if unknown:
-        parser.error(f"products are {', '.join(RUNS)}, got {', '.join(sorted(unknown))}")
-    if not torch.cuda.is_available():
-        sys.exit("bench_gemm.py: it times GPU kernels, and no CUDA device was found")
-    if arguments.output:
-        try:
-            arguments.output.open("a").close()
-        except OSError as error:
-            parser.error(f"cannot write {arguments.output}: {error.strerror}")
-
-    bench = Bench(arguments)
-    for name in arguments.products or RUNS:
-        RUNS[name](bench)
-    if not arguments.output:
-        print("\n".join(bench.lines))
+    run(parser, RUNS)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,17 @@
-"""What one run of the benchmark shares, and what happens where a peer fails."""
+"""What the benchmarks' command lines and runs share, and what happens where a peer fails."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
+from pathlib import Path
 from typing import TypeVar
 
 import torch
-from measuring import Board, Call, Plan, Timing, result_line, time_calls
+from measuring import Board, Call, Plan, Timing, command_output, result_line, time_calls
 
 OURS = "ours"
 ROTATED_BYTES = 256 << 20  # of inputs that take turns: more than the L2 cache holds
@@ -32,7 +33,7 @@ class Bench:
             if option in words:
                 index = words.index(option)
                 del words[index : index + 2]
-        self.command = " ".join(["python tests/bench/bench_gemm.py", *words])
+        self.command = " ".join([f"python tests/bench/{Path(sys.argv[0]).name}", *words])
 
     def time(
         self,
@@ -67,3 +68,44 @@ def tried(what: str, make: Callable[[], Made]) -> Made | None:
 
 def named(peer: str, distribution: str) -> str:
     return f"{peer}, {distribution} {version(distribution)}"
+
+
+Run = Callable[[Bench], None]
+
+
+def parser_of(description: str | None, runs: Iterable[str]) -> argparse.ArgumentParser:
+    """With the options that all benchmarks have."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="*", help=f"of {', '.join(runs)}; all if none")
+    parser.add_argument("--output", type=Path, help="append the JSON lines to this file")
+    parser.add_argument("--tokens", type=int, nargs="+", help="other sizes than the usual ones")
+    parser.add_argument("--rest", type=float, default=1.0, help="seconds before each burst")
+    parser.add_argument("--bursts", type=int, default=3, help="bursts of each candidate")
+    parser.add_argument("--turns", type=int, default=3, help="sustained turns of each; 0 for none")
+    parser.add_argument(
+        "--all-sustained", action="store_true", help="turns of what leaves the clock as it is, too"
+    )
+    parser.add_argument("--commit", default=command_output("git", "rev-parse", "--short", "HEAD"))
+    return parser
+
+
+def run(parser: argparse.ArgumentParser, runs: Mapping[str, Run]) -> None:
+    """Those that the command line names, and their lines, which it may name a file for."""
+    arguments = parser.parse_args()
+    unknown = set(arguments.runs) - set(runs)
+    if unknown:
+        parser.error(f"there are {', '.join(runs)}, got {', '.join(sorted(unknown))}")
+    if not torch.cuda.is_available():
+        sys.exit(f"{parser.prog}: it times GPU kernels, and no CUDA device was found")
+    if arguments.output:
+        try:
+            arguments.output.open("a").close()
+        except OSError as error:
+            parser.error(f"cannot write {arguments.output}: {error.strerror}")
+    bench = Bench(arguments)
+    for name in arguments.runs or runs:
+        runs[name](bench)
+    if not arguments.output:
+        print("\n".join(bench.lines))

@@ -5,7 +5,7 @@ python tests/bench/table.py                                      # of all
 
 Times are in us: of a burst, and of long turns where the board's clock falls in them (measuring.py).
 Rate, floor and its share are of the burst; a peer has both times, too. A second table has our other
-implementations of the operators, where they ran.
+implementations of the operators, where they ran, a third the errors of attention against float64.
 """
 
 from __future__ import annotations
@@ -21,11 +21,16 @@ from measuring import PEAK_BYTES, PEAK_FLOPS
 
 RESULTS = Path(__file__).parent / "results"
 ACTIVATIONS = ("quantise", "rms_norm_fp8", "dispatch_fp8", "combine")
-BENCHMARKS = ("linear", "moe_gemm", *ACTIVATIONS)
+ATTENTION = ("attention_prefill", "attention_decode")
+BENCHMARKS = ("linear", "moe_gemm", *ACTIVATIONS, "rope_and_cache_write", *ATTENTION)
 OTHERS = ("Triton-lang", "deepgemm operators")  # of ours
-# cuBLASLt by row scales by row, which is less work, and MXFP4 is half the bytes: no peers.
-NOT_PEERS = ("cuBLASLt row-wise", "Humming MXFP4", *OTHERS)
-KEY = ("benchmark", "model", "n", "k", "tokens", "swiglu_group", "weight_values")
+# cuBLASLt by row scales by row, and cuDNN has no sinks, which is less work, and MXFP4 is half the
+# bytes: no peers.
+NOT_PEERS = ("cuBLASLt row-wise", "cuDNN", "Humming MXFP4", *OTHERS)
+KEY = (
+    *("benchmark", "model", "n", "k", "tokens", "swiglu_group", "weight_values"),
+    *("kv", "window", "queries", "context", "batch"),
+)
 NEEDED = ("model", "tokens", "ms", "floor_ms", "peers", "date", "commit", "device")
 
 
@@ -46,7 +51,11 @@ def newest_lines(paths: list[Path]) -> list[dict[str, Any]]:
             BENCHMARKS.index(line["benchmark"]),
             line["model"] or "",
             line.get("n", 0),
-            line["tokens"],
+            line.get("kv") or "",
+            line.get("window", 0),
+            line.get("context", 0),
+            line["tokens"] or 0,
+            line.get("batch") or 0,
             line["date"],
         ),
     )
@@ -82,10 +91,24 @@ def operator(line: dict[str, Any]) -> str:
             values = "" if line.get("weight_values") == "mxfp4" else ", Gaussian weights"
             group = f", groups of {line['swiglu_group']}" if line.get("swiglu_group") != 128 else ""
             return f"both grouped products, {line['model']}{group}{values}"
+        case "attention_prefill" | "attention_decode" as name:
+            window = f", window {line['window']}" if line["window"] else ""
+            queries = f" of {line['queries']} queries" if name.endswith("decode") else ""
+            kind = name.removeprefix("attention_")
+            return f"`attention`, {kind}{queries}, {line['kv']} KV{window}"
+        case "rope_and_cache_write" as name:
+            return f"`{name}`, {line['kv']} KV"
     return f"`{line['benchmark']}`" + (f", {line['model']}" if line["model"] else "")
 
 
+def size(line: dict[str, Any]) -> str:
+    """In tokens; of decodes, how many at what context."""
+    return str(line["tokens"] or f"{line['batch']} at {line['context']}")
+
+
 def bound_by(line: dict[str, Any]) -> str:
+    if "bound_by" in line:
+        return line["bound_by"]
     if "tflops" not in line:
         return "memory"
     arithmetic_ms = line["tflops"] * 1e12 * line["ms"] / PEAK_FLOPS
@@ -120,7 +143,7 @@ def row(line: dict[str, Any]) -> str:
     return cells(
         operator(line),
         bound_by(line),
-        line["tokens"],
+        size(line),
         microseconds(line["ms"]),
         microseconds(line["sustained_ms"]) if "sustained_ms" in line else "",
         rate(line),
@@ -139,7 +162,16 @@ def rate(line: dict[str, Any]) -> str:
 
 def others_row(line: dict[str, Any]) -> str:
     times = [microseconds(line["peers"][name]) if name in line["peers"] else "" for name in OTHERS]
-    return cells(operator(line), line["tokens"], microseconds(line["ms"]), *times)
+    return cells(operator(line), size(line), microseconds(line["ms"]), *times)
+
+
+def errors_row(line: dict[str, Any]) -> str:
+    """Ours, and each peer's, the smallest first."""
+    errors = {name.split(",")[0]: error for name, error in line["errors"].items()}
+    own = errors.pop("ours")
+    peers = sorted(errors.items(), key=lambda item: item[1])
+    texts = [f"{name} {error:.2e}" for name, error in peers]
+    return cells(operator(line), size(line), f"{own:.2e}", ", ".join(texts))
 
 
 def cells(*texts: object) -> str:
@@ -175,6 +207,11 @@ def main() -> None:
         print("\n" + header("operator", "tokens", "CUDA C++, us", *OTHERS))
         for line in others:
             print(others_row(line))
+    judged = [line for line in lines if "errors" in line]
+    if judged:
+        print("\n" + header("operator", "tokens", "error", "others"))
+        for line in judged:
+            print(errors_row(line))
 
 
 if __name__ == "__main__":
