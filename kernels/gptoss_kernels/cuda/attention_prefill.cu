@@ -13,11 +13,11 @@
 // Keys come from the last to the first, so that the block that the diagonal crosses, and that ends
 // with slots of nobody, is the first one, which is written out. OVERLAPS: scores of the next block
 // are multiplied beside the values of this one, whose sums are waited for after the next powers.
-// TAKES_TURNS: warpgroups hand each other the tensor cores, so that one has its powers computed while
-// the others multiply.
+// TURNS: warpgroups hand each other the tensor cores, so that one has its powers computed while the
+// others multiply: not at all (0), when scores are under way (1), or when values are, too (2).
 //
 // Defined by whoever compiles this: WARPGROUPS, BLOCK_N, STAGES, QUERY_SLOTS, BLOCKS (on a
-// multiprocessor), OVERLAPS, TAKES_TURNS, POLYNOMIALS (of 8 powers, those on the multiply-add
+// multiprocessor), OVERLAPS, TURNS, POLYNOMIALS (of 8 powers, those on the multiply-add
 // units), SLACK, HAS_WINDOW, IS_DYNAMIC (tiles go to whichever block is free), COUNTERS,
 // SHARED_BYTES, MATH_REGISTERS, PRODUCER_REGISTERS.
 
@@ -125,11 +125,18 @@ struct Tile {
 // ---- one warp that loads ---------------------------------------------------------------------
 
 struct Producer {
+    struct Work {
+        Tile tile;
+        const int* pages;  // of its sequence
+    };
+
     const uint32_t shared;
     const TensorMap *const query_map, *const key_map, *const value_map;
     const Arguments& arguments;
     const int lane = threadIdx.x % 32;
-    const int tokens = ROWS >> arguments.log_group;  // of a tile
+    const int tokens = ROWS >> arguments.log_group;          // of a tile
+    const int block_boxes = BLOCK_N / arguments.box_rows;    // of keys, or of values
+    const int chunk_blocks = 32 / block_boxes;               // whose boxes have a lane each
     Ring<QUERY_SLOTS> queries;
     Ring<STAGES> blocks;
 
@@ -137,7 +144,6 @@ struct Producer {
     // its length. Tiles are asked for in ascending order, so no earlier sequence comes again.
     int first_sequence = -32, tiles_before = 0, tiles_here = 0;
     int last_tile = 0, num_queries = 0, query_row = 0, length = 0;
-    int sequence = 0;  // of the tile that was found
 
     __device__ __forceinline__ void read_sequences() {
         tiles_before += tiles_here;
@@ -159,10 +165,10 @@ struct Producer {
     }
 
     // Of a sequence the last tokens first, as they see the most keys; heads of one token's tile are
-    // neighbours, so that blocks at work at one time go through the same keys.
-    __device__ __forceinline__ bool find(int index, Tile& tile) {
+    // neighbours, so that blocks at work at one time go through the same keys. No keys: the end.
+    __device__ __forceinline__ Work find(int index) {
         while (index >= tiles_before + tiles_here) {
-            if (first_sequence + 32 >= arguments.num_sequences) return false;
+            if (first_sequence + 32 >= arguments.num_sequences) return Work{};
             read_sequences();
         }
         index -= tiles_before;
@@ -171,10 +177,11 @@ struct Producer {
         const int queries = __shfl_sync(ALL_LANES, num_queries, found);
         const int row = __shfl_sync(ALL_LANES, query_row, found);
         const int keys = __shfl_sync(ALL_LANES, length, found);
-        sequence = first_sequence + found;
         const int from_last = end - 1 - index;
         const int token_tile = from_last / arguments.num_kv_heads;
         const int first = token_tile * tokens;
+        Work work;
+        Tile& tile = work.tile;
         tile.head = from_last - token_tile * arguments.num_kv_heads;
         tile.first_row = row + first;
         tile.num_tokens = min(tokens, queries - first);
@@ -183,18 +190,20 @@ struct Producer {
                                           ~(arguments.box_rows - 1)
                                     : 0;
         tile.num_keys = tile.position + tile.num_tokens - tile.first_key;
-        return true;
+        work.pages = arguments.page_tables +
+                     static_cast<long long>(first_sequence + found) * arguments.max_pages;
+        return work;
     }
 
-    // The row of the caches' matrices where this lane's box of a block begins; negative for none.
-    __device__ __forceinline__ int box_row(const Tile& tile, int block) const {
-        const int offset = block * BLOCK_N + lane * arguments.box_rows;
-        if (lane * arguments.box_rows >= BLOCK_N || offset >= tile.num_keys) return -1;
-        const int key = tile.first_key + offset;
-        const int page =
-            arguments.page_tables[static_cast<long long>(sequence) * arguments.max_pages +
-                                  (key >> arguments.log_page_size)];
-        return ((page * arguments.num_kv_heads + tile.head) << arguments.log_page_size) +
+    // Of the boxes of `chunk_blocks` blocks, in order, one for each lane: the row of the caches'
+    // matrices where it begins; negative where there is nothing to load.
+    __device__ __forceinline__ int box_rows_of(const Work& work, int chunk) const {
+        const int box = chunk * chunk_blocks * block_boxes + lane;
+        const int offset = box * arguments.box_rows;
+        if (lane >= chunk_blocks * block_boxes || offset >= work.tile.num_keys) return -1;
+        const int key = work.tile.first_key + offset;
+        const int page = work.pages[key >> arguments.log_page_size];
+        return ((page * arguments.num_kv_heads + work.tile.head) << arguments.log_page_size) +
                (key & ((1 << arguments.log_page_size) - 1));
     }
 
@@ -210,52 +219,74 @@ struct Producer {
                      shared + full + blocks.slot * 8, 0, row);
     }
 
-    __device__ __forceinline__ void load(const Tile& tile) {
-        const int group = 1 << arguments.log_group;
-        int block = tile.num_blocks() - 1;
-        int row = box_row(tile, block);
+    __device__ __forceinline__ void load_queries(const Tile& tile) {
         barrier_wait(shared + QUERY_EMPTY + queries.slot * 8, queries.phase ^ 1);
         if (lane == 0) {
             const uint32_t full = shared + QUERY_FULL + queries.slot * 8;
             tile.put(shared + TILE_OFFSET + queries.slot * 32);
-            barrier_expect(full, QUERY_BYTES);
-            load_box(shared + QUERY_OFFSET + queries.slot * QUERY_BYTES, query_map, full, 0,
-                     tile.head * group, tile.first_row);
+            if (tile.num_keys > 0) {
+                barrier_expect(full, QUERY_BYTES);
+                load_box(shared + QUERY_OFFSET + queries.slot * QUERY_BYTES, query_map, full, 0,
+                         tile.head << arguments.log_group, tile.first_row);
+            } else {
+                barrier_arrive(full);
+            }
         }
         queries.advance();
-        for (; block >= 0; --block) {
-            const int next_row = block > 0 ? box_row(tile, block - 1) : -1;
-            load_boxes(key_map, KEY_OFFSET, KEY_FULL, KEY_EMPTY, row);
-            load_boxes(value_map, VALUE_OFFSET, VALUE_FULL, VALUE_EMPTY, row);
+    }
+
+    // `rows`: of the last chunk.
+    __device__ __forceinline__ void load_blocks(const Work& work, int rows) {
+        const int last = work.tile.num_blocks() - 1;
+        int chunk = last / chunk_blocks, inside = last - chunk * chunk_blocks;
+        int next_rows = chunk > 0 ? box_rows_of(work, chunk - 1) : -1;
+        for (int block = last; block >= 0; --block) {
+            const int row = __shfl_sync(ALL_LANES, rows, inside * block_boxes + lane);
+            const int own_row = lane < block_boxes ? row : -1;
+            load_boxes(key_map, KEY_OFFSET, KEY_FULL, KEY_EMPTY, own_row);
+            load_boxes(value_map, VALUE_OFFSET, VALUE_FULL, VALUE_EMPTY, own_row);
             blocks.advance();
-            row = next_row;
+            if (--inside < 0 && block > 0) {
+                inside = chunk_blocks - 1;
+                rows = next_rows;
+                --chunk;
+                next_rows = chunk > 0 ? box_rows_of(work, chunk - 1) : -1;
+            }
         }
     }
 
-    __device__ __forceinline__ void run() {
+    // The index of this block's tile number `round`. Asked for a tile ahead, for what a counter in
+    // memory answers is late.
+    __device__ __forceinline__ int next_index(int round) const {
         const int grid = gridDim.x, own = blockIdx.x;
-        int index = own;
+        if constexpr (IS_DYNAMIC)
+            return lane == 0 ? grid + atomicAdd(&counters[arguments.counter][0], 1) : 0;
+        else  // to and fro, so that no block has the longer tile of each round
+            return round * grid + (round % 2 ? grid - 1 - own : own);
+    }
+
+    __device__ __forceinline__ void run() {
         wait_for_previous_kernels();
-        for (int round = 1;; ++round) {
-            Tile tile;
-            if (!find(index, tile)) break;
-            load(tile);
-            if constexpr (IS_DYNAMIC) {
-                if (lane == 0) index = grid + atomicAdd(&counters[arguments.counter][0], 1);
-                index = __shfl_sync(ALL_LANES, index, 0);
-            } else {
-                // To and fro, so that no block has the longer tile of each round.
-                index = round * grid + (round % 2 ? grid - 1 - own : own);
-            }
+        Work work = find(blockIdx.x);
+        int rows = work.tile.num_blocks() > 0 ? box_rows_of(work, (work.tile.num_blocks() - 1) /
+                                                                      chunk_blocks)
+                                              : -1;
+        int index = next_index(1);
+        for (int round = 2; work.tile.num_keys > 0; ++round) {
+            const Work next = find(__shfl_sync(ALL_LANES, index, 0));
+            const int next_blocks = next.tile.num_blocks();
+            const int next_rows =
+                next_blocks > 0 ? box_rows_of(next, (next_blocks - 1) / chunk_blocks) : -1;
+            if (next_blocks > 0) index = next_index(round);
+            load_queries(work.tile);
+            load_blocks(work, rows);
+            work = next;
+            rows = next_rows;
         }
+        load_queries(work.tile);
         if (IS_DYNAMIC && lane == 0) {
             unsigned int* counter = counters[arguments.counter];
-            if (atomicAdd(counter + 1, 1) == grid - 1) counter[0] = counter[1] = 0;
-        }
-        barrier_wait(shared + QUERY_EMPTY + queries.slot * 8, queries.phase ^ 1);
-        if (lane == 0) {
-            Tile{}.put(shared + TILE_OFFSET + queries.slot * 32);
-            barrier_arrive(shared + QUERY_FULL + queries.slot * 8);
+            if (atomicAdd(counter + 1, 1) == gridDim.x - 1) counter[0] = counter[1] = 0;
         }
         allow_next_kernel();
     }
@@ -475,12 +506,11 @@ struct Math {
     }
 
     __device__ __forceinline__ void take_turn() const {
-        if (TAKES_TURNS) named_sync(TURN_BARRIER + group, 256);
+        if (TURNS) named_sync(TURN_BARRIER + group, 256);
     }
 
     __device__ __forceinline__ void pass_turn() const {
-        if (TAKES_TURNS)
-            named_arrive(TURN_BARRIER + (group + 1 == WARPGROUPS ? 0 : group + 1), 256);
+        named_arrive(TURN_BARRIER + (group + 1 == WARPGROUPS ? 0 : group + 1), 256);
     }
 
     __device__ __forceinline__ void attend() {
@@ -506,8 +536,9 @@ struct Math {
                 wait_for_values();
                 take_turn();
                 multiply_keys();
+                if (TURNS == 1) pass_turn();
                 multiply_values(accumulate);
-                pass_turn();
+                if (TURNS == 2) pass_turn();
                 accumulate = true;
                 wgmma_wait<1>();
                 fence_registers(scores);
@@ -602,7 +633,7 @@ struct Math {
     }
 
     __device__ __forceinline__ void run() {
-        if (group == WARPGROUPS - 1) pass_turn();  // the first warpgroup begins
+        if (TURNS && group == WARPGROUPS - 1) pass_turn();  // the first warpgroup begins
         while (true) {
             barrier_wait(shared + QUERY_FULL + queries.slot * 8, queries.phase);
             tile.get(shared + TILE_OFFSET + queries.slot * 32);

@@ -25,7 +25,6 @@ _HEAD_DIM = contracts.HEAD_DIM
 _ROW_BYTES = 2 * _HEAD_DIM
 _MAXIMUM_BOX_ROWS = 64
 _REGISTERS = 65_536  # of a multiprocessor
-_PRODUCER_REGISTERS = 24
 
 
 def attention_prefill(
@@ -74,7 +73,7 @@ class PrefillTile:
     """Rows and keys of a tile, and how its work is overlapped: what the kernel is compiled for.
 
     warpgroups: of 64 rows; block: keys at a time; stages: slots for keys and for values; blocks:
-    on a multiprocessor; overlaps, takes_turns: see attention_prefill.cu; polynomials: of 8
+    on a multiprocessor; overlaps, turns: see attention_prefill.cu; polynomials: of 8
     exponentials, those that the multiply-add units compute; slack: log2 of how far a maximum may
     outgrow what its row is scaled by; is_dynamic: whether tiles go to whichever block is free.
     """
@@ -85,7 +84,7 @@ class PrefillTile:
     query_slots: int = 2
     blocks: int = 1
     overlaps: bool = True
-    takes_turns: bool = True
+    turns: int = 2
     polynomials: int = 0
     slack: int = 8
     has_window: bool = False
@@ -108,11 +107,15 @@ class PrefillTile:
         return queries + 2 * self.stages * (self.block * _ROW_BYTES + 16)
 
     @property
+    def producer_registers(self) -> int:
+        return 32 if self.warpgroups == 3 else 40
+
+    @property
     def math_registers(self) -> int:
         """What the producer's warpgroup leaves of those that a block is launched with."""
         at_launch = _REGISTERS // (self.blocks * self.threads) // 8 * 8
-        free = at_launch * self.threads - 128 * _PRODUCER_REGISTERS
-        return min(240, free // (128 * self.warpgroups) // 8 * 8)
+        free = at_launch * self.threads - 128 * self.producer_registers
+        return min(232, free // (128 * self.warpgroups) // 8 * 8)
 
     @property
     def defines(self) -> dict[str, int]:
@@ -123,7 +126,7 @@ class PrefillTile:
             "QUERY_SLOTS": self.query_slots,
             "BLOCKS": self.blocks,
             "OVERLAPS": int(self.overlaps),
-            "TAKES_TURNS": int(self.takes_turns and self.overlaps and self.warpgroups > 1),
+            "TURNS": self.turns if self.overlaps and self.warpgroups > 1 else 0,
             "POLYNOMIALS": self.polynomials,
             "SLACK": self.slack,
             "HAS_WINDOW": int(self.has_window),
@@ -131,7 +134,7 @@ class PrefillTile:
             "COUNTERS": _COUNTERS,
             "SHARED_BYTES": self.shared_bytes,
             "MATH_REGISTERS": self.math_registers,
-            "PRODUCER_REGISTERS": _PRODUCER_REGISTERS,
+            "PRODUCER_REGISTERS": self.producer_registers,
         }
 
     @property
@@ -159,7 +162,7 @@ class PrefillTile:
 
 
 _FULL_TILE = PrefillTile()
-_WINDOW_TILE = PrefillTile(block=64, takes_turns=False, has_window=True)
+_WINDOW_TILE = PrefillTile(block=64, stages=8, turns=0, has_window=True)
 
 
 def choose_tile(*, has_window: bool) -> PrefillTile:
