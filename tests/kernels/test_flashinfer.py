@@ -361,7 +361,7 @@ def test_a_cpu_is_refused() -> None:
     [
         (lambda case: {"query": case.query.float()}, "query must be torch.bfloat16"),
         (lambda case: {"sinks": case.sinks.bfloat16()}, "sinks must be torch.float32"),
-        (lambda case: {"window": 0}, "window must be at least 1"),
+        (lambda case: {"window": 0}, "window must be "),
         (lambda case: {"decodes": Decodes(9, 9, 1)}, "decodes.num_sequences must be 0 to 5"),
         (lambda case: {"key_cache": case.key_cache.float()}, "key_cache must be torch.bfloat16 or"),
     ],
