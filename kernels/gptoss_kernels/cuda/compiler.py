@@ -119,18 +119,23 @@ def nvrtc_version() -> str:
 
 def wgmma_source(
     columns: int,
-    values: Literal["e4m3", "bf16"] = "e4m3",
+    values: Literal["e4m3", "bf16", "f16"] = "e4m3",
     *,
     a_in_registers: bool = False,
     transposes_b: bool = False,
+    narrow_b: bool = False,
 ) -> str:
     """`wgmma_<values><columns>`: 64 x columns x 32 bytes, sums in fp32.
 
     Both matrices are K-major in shared memory. `_registers`: a is in four registers instead, as
-    each lane's part of `mma`'s is. `_transposed`: the columns of b are adjacent (bf16 alone).
-    The instruction names each of its accumulators, which no template can do.
+    each lane's part of `mma`'s is. `_transposed`: the columns of b are adjacent (not of e4m3).
+    `_narrow`: rows of b have 64 bytes, and are swizzled by as many. The instruction names each of
+    its accumulators, which no template can do.
     """
-    name = f"wgmma_{values}{'_registers' * a_in_registers}{'_transposed' * transposes_b}"
+    name = (
+        f"wgmma_{values}{'_registers' * a_in_registers}{'_transposed' * transposes_b}"
+        f"{'_narrow' * narrow_b}"
+    )
     count = columns // 2
     registers = ", ".join(f"%{i}" for i in range(count))
     operands = ", ".join(f'"+f"(sums[{i}])' for i in range(count))
@@ -138,7 +143,7 @@ def wgmma_source(
     after = count + num_words
     words = ", ".join(f"%{i}" for i in range(count, after))
     transposed = ""
-    if values == "bf16":
+    if values != "e4m3":
         transposed = f", {int(transposes_b)}" if a_in_registers else f", 0, {int(transposes_b)}"
     if a_in_registers:
         a, words = "const uint32_t (&a)[4]", f"{{{words}}}"
@@ -158,7 +163,7 @@ __device__ __forceinline__ void {name}<{columns}>(float (&sums)[{count}], {a},
 .f32.{values}.{values} {{{registers}}}, "
         "{words}, %{after}, p, 1, 1{transposed};\\n}}"
         : {operands}
-        : {a_operands}, "l"(MATRIX_DESCRIPTOR_HIGH | b), "r"(accumulate));
+        : {a_operands}, "l"({"NARROW_" * narrow_b}MATRIX_DESCRIPTOR_HIGH | b), "r"(accumulate));
 }}
 """
 

@@ -386,6 +386,9 @@ __device__ __forceinline__ uint32_t matrix_descriptor(uint32_t address) {
 }
 
 constexpr uint64_t MATRIX_DESCRIPTOR_HIGH = (uint64_t(1) << 62) | (uint64_t(1024 >> 4) << 32);
+// Of rows of 64 bytes, swizzled by as many.
+constexpr uint64_t NARROW_MATRIX_DESCRIPTOR_HIGH =
+    (uint64_t(2) << 62) | (uint64_t(512 >> 4) << 32);
 
 // The compiler must compute what follows from it here, and not keep it in registers from before.
 __device__ __forceinline__ uint32_t computed_here(uint32_t value) {
