@@ -28,7 +28,7 @@ from gptoss_kernels.cuda.rms_norm_fp8 import rms_norm_fp8
 from gptoss_kernels.cuda.rows import RowLayout
 from gptoss_kernels.testing import norm_error
 
-from .emulator import EmulationError, emulated
+from .emulator import EmulationError, emulated, guarded
 from .expert_products import SWIGLU, dequantised, exact, spread
 
 SEEDS = pytest.mark.parametrize("seed", range(3))
@@ -292,6 +292,48 @@ def test_a_wrong_kernel_is_seen(name: str) -> None:
     pytest.fail(f"no seed sees it: {name}")
 
 
+WAIT = "    wait_for_previous_kernels();\n"
+LOAD = "    x.load(arguments.x + row * arguments.x_stride, arguments.columns, place);\n"
+
+
+def quantise_late(seed: int, change: Change = None) -> bool:
+    """Whether it is right where the kernel before it writes `x` until the last moment."""
+    x = normal(5, 320).bfloat16()
+    expected = reference.quantise(x)
+    with emulated(seed, change=change, late=[x]):
+        values, scale = quantise(x)
+    return torch.equal(values.view(torch.uint8), expected[0].view(torch.uint8)) and torch.equal(
+        scale, expected[1]
+    )
+
+
+def test_what_the_kernel_before_wrote_is_read_after_the_wait() -> None:
+    def too_late(text: str) -> str:
+        return text.replace(LOAD, LOAD + WAIT).replace(WAIT, "", 1)
+
+    assert all(quantise_late(seed) for seed in range(4))
+    assert not all(quantise_late(seed, too_late) for seed in range(4))
+
+
+def test_a_kernel_that_writes_before_the_wait_or_never_waits_is_told() -> None:
+    with pytest.raises(EmulationError, match="writes to memory before the kernels before"):
+        quantise_late(0, replacing(WAIT, ""))
+    nothing = torch.zeros(1)
+    with pytest.raises(EmulationError, match="block 0 never waits for the kernels before this one"):
+        run("", nothing, nothing, kind=-1)
+
+
+@pytest.mark.parametrize("columns", [8, 24])
+def test_guarded_memory_ends_where_a_tensor_does(columns: int) -> None:
+    x = normal(3, columns)
+    copy = guarded(x)
+    assert torch.equal(copy, x)
+    read = "if (thread == 1) floats[0] = reinterpret_cast<float*>(arguments.data)[arguments.kind];"
+    run(read, copy, torch.zeros(1), kind=x.numel() - 1)
+    with pytest.raises(EmulationError, match="thread 1: reads or writes .*, which is no memory"):
+        run(read, copy, torch.zeros(1), kind=x.numel())
+
+
 # ---- small kernels -----------------------------------------------------------------------------
 
 
@@ -313,6 +355,7 @@ extern "C" __global__ void small(const __grid_constant__ Arguments arguments,
     extern __shared__ __align__(1024) unsigned char memory[];
     const uint32_t shared = shared_address(memory);
     const int thread = threadIdx.x, lane = thread % 32;
+    if (arguments.kind >= 0) wait_for_previous_kernels();
     float* const floats = reinterpret_cast<float*>(arguments.out);
 """
 

@@ -13,13 +13,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import mmap
 import os
 import re
 import shutil
 import struct
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,11 +43,16 @@ _MAP = struct.Struct("<QQ3I5I5Q5H3H8x")
 _MAP_MARK = 0x50414D524F534E45
 
 
+class _Late(ctypes.Structure):
+    _fields_ = (("memory", ctypes.c_void_p), ("bytes", ctypes.c_uint64))
+
+
 class _Setting(ctypes.Structure):
     _fields_ = (
         *(("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3)),
         *(("shared_bytes", ctypes.c_uint), ("resident", ctypes.c_uint)),
-        ("seed", ctypes.c_uint64),
+        *(("seed", ctypes.c_uint64), ("num_late", ctypes.c_uint)),
+        ("late", ctypes.POINTER(_Late)),
     )
 
 
@@ -55,13 +61,15 @@ class Emulation:
     """How kernels run. Each launch takes the next seed.
 
     resident: how many blocks, or clusters, are at work at a time. change: of a kernel's text, so
-    that a test can show that a wrong one is seen.
+    that a test can show that a wrong one is seen. late: tensors that the kernels before each launch
+    wrote, so that there is poison until they have ended: see hopper.cuh on early launch.
     """
 
     seed: int = 0
     num_multiprocessors: int = 4
     resident: int = 2
     change: Callable[[str], str] | None = None
+    late: Sequence[torch.Tensor] = ()
 
     def launch(
         self,
@@ -78,10 +86,35 @@ class Emulation:
             source = changed
         run, library = _compiled(source, spec.name, spec.defines)
         seed, self.seed = self.seed, self.seed + 1
-        setting = _Setting(grid, block, shared_bytes, self.resident, seed)
+        late = (_Late * len(self.late))(*((x.data_ptr(), _extent(x)) for x in self.late))
+        setting = _Setting(grid, block, shared_bytes, self.resident, seed, len(late), late)
         if message := run(ctypes.byref(setting), arguments):
             words = _with_lines(message.decode(), library)
             raise EmulationError(f"{spec}, seed {seed}: {words}")
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from its first element to its last one."""
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size() if tensor.numel() else 0
+
+
+def guarded(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy behind which no memory lies: to read or write there ends a launch with an error.
+
+    Up to 15 bytes behind it can be read, as its end lies at a multiple of 16.
+    """
+    room = -(-tensor.nbytes // 16) * 16
+    bytes_before = -(-room // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, bytes_before + mmap.PAGESIZE)
+    first = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    protect = ctypes.CDLL(None, use_errno=True).mprotect
+    protect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    if protect(first + bytes_before, mmap.PAGESIZE, 0):
+        raise OSError(ctypes.get_errno(), "mprotect")
+    held = torch.frombuffer(memory, dtype=torch.uint8, count=bytes_before)
+    copy = held[bytes_before - room :][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+    return copy.copy_(tensor)
 
 
 @contextmanager
@@ -91,9 +124,10 @@ def emulated(
     num_multiprocessors: int = 4,
     resident: int = 2,
     change: Callable[[str], str] | None = None,
+    late: Sequence[torch.Tensor] = (),
 ) -> Iterator[Emulation]:
     """Operators in CUDA C++ run here, on tensors of the CPU, until the end of the block."""
-    emulation = Emulation(seed, num_multiprocessors, resident, change)
+    emulation = Emulation(seed, num_multiprocessors, resident, change, late)
     properties = SimpleNamespace(
         multi_processor_count=num_multiprocessors, major=9, minor=0, L2_cache_size=50 * 2**20
     )
@@ -105,6 +139,7 @@ def emulated(
         patch.setattr(runtime, "load", lambda spec, device: _Kernel(spec))
         patch.setattr(contracts, "check_gpu", lambda *arguments: None)
         patch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
         runtime._encode.cache_clear()

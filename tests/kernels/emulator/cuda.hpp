@@ -172,6 +172,7 @@ inline long long clock64() {
 #define CUDA_ATOMIC(name, result)                                   \
     template <typename T>                                           \
     inline T name(T* pointer, std::common_type_t<T> value) {        \
+        emulator::check_write(pointer);                             \
         emulator::pause();                                          \
         const T old = *pointer;                                     \
         *pointer = result;                                          \
@@ -191,6 +192,7 @@ CUDA_ATOMIC(atomicDec, old == 0 || old > value ? value : old - 1)
 #undef CUDA_ATOMIC
 template <typename T>
 inline T atomicCAS(T* pointer, std::common_type_t<T> expected, std::common_type_t<T> value) {
+    emulator::check_write(pointer);
     emulator::pause(true);
     const T old = *pointer;
     if (old == expected) *pointer = value;

@@ -173,6 +173,7 @@ struct Block {
     NamedBarrier named[16];
     std::vector<Warp> warps;
     unsigned live = 0;
+    bool has_waited = false;  // for the kernels before this one
     std::vector<void*> stacks;
 
     ~Block();
@@ -191,11 +192,19 @@ struct Copy {
     unsigned bytes = 0;  // counted at the barrier
 };
 
+// What the kernels before this one write: until they have ended there is something else.
+struct Late {
+    unsigned char* memory;
+    uint64_t bytes;
+};
+
 struct Setting {  // as runtime.py packs it
     unsigned grid[3], block[3];
     unsigned shared_bytes;
     unsigned resident;  // clusters at work at a time
     uint64_t seed;
+    unsigned num_late;
+    const Late* late;
 };
 
 // What the seed decides for a whole launch: each a chance in 256.
@@ -219,6 +228,9 @@ bool is_preempted;
 std::vector<std::unique_ptr<Cluster>> residents;
 std::vector<Copy> copies;
 std::vector<void*> free_stacks;
+bool previous_ended;
+std::vector<std::vector<unsigned char>> written_late;
+Waiters waiting_for_previous;
 void (*kernel)(void**);
 void** kernel_arguments;
 
@@ -322,6 +334,44 @@ void pause(bool polls) {
     if (!polls && !is_preempted && !happens(temper.pause)) return;
     if (polls) self().warp->priority = draw() | 1;
     leave();
+}
+
+// ---- kernels before this one -------------------------------------------------------------------
+
+namespace {
+
+void begin_previous() {
+    previous_ended = false;
+    waiting_for_previous.clear();
+    written_late.clear();
+    for (unsigned i = 0; i < setting.num_late; ++i) {
+        const Late& late = setting.late[i];
+        written_late.emplace_back(late.memory, late.memory + late.bytes);
+        memset(late.memory, POISON, late.bytes);
+    }
+}
+
+void end_previous() {
+    if (previous_ended) return;
+    previous_ended = true;
+    for (unsigned i = 0; i < setting.num_late; ++i)
+        memcpy(setting.late[i].memory, written_late[i].data(), setting.late[i].bytes);
+    wake(waiting_for_previous);
+}
+
+}  // namespace
+
+void wait_for_previous() {
+    own_block().has_waited = true;
+    while (!previous_ended) wait(waiting_for_previous, {"wait for the kernels before this one"});
+    pause();
+}
+
+void check_write(const void* pointer) {
+    const Block& block = own_block();
+    const auto* place = static_cast<const unsigned char*>(pointer);
+    const bool is_own = place >= block.room.data() && place < block.room.data() + block.room.size();
+    if (!previous_ended && !is_own) fail("writes to memory before the kernels before this one ended");
 }
 
 // ---- shared memory -----------------------------------------------------------------------------
@@ -751,6 +801,8 @@ void load_bulk(unsigned destination, const void* source, unsigned bytes, unsigne
 namespace {
 
 void start_store(Copy copy) {
+    for (const unsigned char* place : copy.global)
+        if (place) check_write(place);
     if (happens(temper.early)) read_content(copy);
     copies.push_back(std::move(copy));
     pause();
@@ -1197,6 +1249,7 @@ void check_ended(Block& block) {
         if (copy.block == &block)
             complain(copy.kind == Copy::STORE ? "ends before its bulk stores were waited for"
                                               : "ends while a copy into its memory is under way");
+    if (!block.has_waited) complain("never waits for the kernels before this one");
     for (const Warp& warp : block.warps)
         if (!warp.products.empty()) complain("ends while a wgmma is under way");
     const unsigned bytes = shared_end(block) - FIRST_ADDRESS;
@@ -1310,11 +1363,14 @@ void run(unsigned cluster_size) {
         }
         if (residents.empty()) return;
         if (!copies.empty() && happens(temper.complete)) finish(draw() % copies.size());
+        if (!previous_ended && happens(temper.complete / 8)) end_previous();
         if (Warp* warp = choose()) {
             run_warp(*warp);
             if (warp->live == 0) retire();
         } else if (!copies.empty()) {
             finish(draw() % copies.size());
+        } else if (!previous_ended) {
+            end_previous();
         } else {
             std::string text = "deadlock";
             for (auto& cluster : residents)
@@ -1370,7 +1426,9 @@ const char* launch(const void* settings, unsigned cluster_size, void (*function)
     action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
     sigaction(SIGSEGV, &action, &others[0]);
     sigaction(SIGBUS, &action, &others[1]);
+    begin_previous();
     run(cluster_size);
+    end_previous();
     sigaction(SIGSEGV, &others[0], nullptr);
     sigaction(SIGBUS, &others[1], nullptr);
     sigaltstack(&other_stack, nullptr);

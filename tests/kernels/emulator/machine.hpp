@@ -21,6 +21,11 @@ extern Index grid_size, block_size;
 // Other threads may run now. `polls`: this one is likely to ask again and again.
 void pause(bool polls = false);
 
+// Until the kernels before this one have ended: when a number is drawn, or when no thread can run.
+void wait_for_previous();
+// Before a write to what is no memory of this block: that is forbidden while they run.
+void check_write(const void* pointer);
+
 // ---- shared memory -----------------------------------------------------------------------------
 
 // Of this block, or of the cluster as mapa gives it; fails where it does not lie in one's memory.

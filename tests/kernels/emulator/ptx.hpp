@@ -91,6 +91,7 @@ inline void poll_global(b64 address, Registers&... targets) {
 template <typename T, typename... Registers>
 inline void store_global(b64 address, Registers... sources) {
     check_global(address, sizeof(T) * sizeof...(sources));
+    emulator::check_write(reinterpret_cast<const void*>(address));
     emulator::pause();
     write_vector<T>(reinterpret_cast<void*>(address), sources...);
 }

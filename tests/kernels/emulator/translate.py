@@ -93,8 +93,9 @@ _FAMILIES: tuple[tuple[str, str | None], ...] = (
     (rf"barrier\.cluster\.arrive{_ORDER}(\.aligned)?", "emulator::cluster_arrive"),
     (rf"barrier\.cluster\.wait{_ORDER}(\.aligned)?", "emulator::cluster_wait"),
     (r"fence\.proxy\.async(\.shared::cta|\.global)?", "emulator::proxy_fence"),
+    (r"griddepcontrol\.wait", "emulator::wait_for_previous"),
     (r"fence(\.mbarrier_init|\.acq_rel|\.sc)[\w.]*|membar\.\w+", None),
-    (r"prefetch[\w.:]*|setmaxnreg[\w.]*|griddepcontrol[\w.]*|discard[\w.:]*", None),
+    (r"prefetch[\w.:]*|setmaxnreg[\w.]*|griddepcontrol\.launch_dependents|discard[\w.:]*", None),
 )
 _BOX_LOAD = re.compile(
     r"cp\.async\.bulk\.tensor\.(?P<rank>\d)d\.shared::(cluster|cta)\.global(\.tile)?"
