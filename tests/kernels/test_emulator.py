@@ -330,7 +330,7 @@ def test_guarded_memory_ends_where_a_tensor_does(columns: int) -> None:
     assert torch.equal(copy, x)
     read = "if (thread == 1) floats[0] = reinterpret_cast<float*>(arguments.data)[arguments.kind];"
     run(read, copy, torch.zeros(1), kind=x.numel() - 1)
-    with pytest.raises(EmulationError, match="thread 1: reads or writes .*, which is no memory"):
+    with pytest.raises(EmulationError, match=r"thread 1: reads or writes .*, which is no memory"):
         run(read, copy, torch.zeros(1), kind=x.numel())
 
 
