@@ -25,6 +25,8 @@ from gptoss_engine.types import GenerationRequest, SamplingParams
 from gptoss_kernels.composed import ComposedOperators
 from gptoss_kernels.ops import (
     GEMMS,
+    Attention,
+    AttentionOperators,
     Fp8Weight,
     Gemm,
     Mxfp4Weight,
@@ -401,10 +403,10 @@ class Beside:
     last bit of a sum turns roundings in the layers behind it.
     """
 
-    def __init__(self, kernels: Any) -> None:
+    def __init__(self, kernels: Any, *names: str) -> None:
         self._kernels = kernels
         self._reference = load("reference")
-        self.errors: dict[str, list[float]] = {"linear": [], "experts": []}
+        self.errors: dict[str, list[float]] = {name: [] for name in names}
 
     def __getattr__(self, name: str) -> Any:
         expected = getattr(self._reference, name)
@@ -444,7 +446,7 @@ def test_each_product_of_a_model_is_that_of_the_reference(gemm: Gemm):
     made = RandomCheckpoint("tiny")
     weights = load_weights(made, "fp8", torch.bfloat16, device)
     token_ids = [(7 * i * i) % 512 for i in range(300)]
-    beside = Beside(kernels)
+    beside = Beside(kernels, "linear", "experts")
     logits_of_all(made.config, weights, token_ids, beside)
     num_layers = made.config.num_layers
     assert len(beside.errors["linear"]) == 2 * num_layers + 1
@@ -453,9 +455,48 @@ def test_each_product_of_a_model_is_that_of_the_reference(gemm: Gemm):
     assert max(beside.errors["linear"]) < 5e-3
     assert max(beside.errors["experts"]) < 2e-2
 
-    wrong = Beside(OtherExpertsBias(kernels))
+    wrong = Beside(OtherExpertsBias(kernels), "experts")
     logits_of_all(made.config, weights, token_ids, wrong)
     assert min(wrong.errors["experts"]) > 2e-2
+
+
+class OtherHeadsSinks:
+    """Wrong: each query head has the sink of the head before."""
+
+    def __init__(self, kernels: AttentionOperators) -> None:
+        self._kernels = kernels
+        self.rope_and_cache_write = kernels.rope_and_cache_write
+
+    def attention(self, *arguments: Any, **options: Any) -> Tensor:
+        query, keys, values, sinks, *others = arguments
+        return self._kernels.attention(query, keys, values, sinks.roll(1), *others, **options)
+
+
+@pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn], ids=["bf16", "fp8"])
+@pytest.mark.parametrize(
+    "attention",
+    [
+        name if name == "reference" else pytest.param(name, marks=pytest.mark.gpu)
+        for name in ("cuda", "triton", "reference")  # flashinfer wants pages of its own
+    ],
+)
+def test_attention_of_a_model_is_that_of_the_reference(attention: Attention, cache: torch.dtype):
+    device = torch.device("cpu" if attention == "reference" else "cuda")
+    kernels = load_attention(attention)
+    made = RandomCheckpoint("tiny")
+    weights = load_weights(made, "bf16", torch.bfloat16, device)
+    token_ids = [(7 * i * i) % 512 for i in range(150)]  # more than a window
+    names = ("rope_and_cache_write", "attention")
+    beside = Beside(kernels, *names)
+    logits_of_all(made.config, weights, token_ids, beside, cache)
+    assert all(len(beside.errors[name]) == made.config.num_layers for name in names)
+    # The reference rounds cosines, sines and each of their products.
+    assert max(beside.errors["rope_and_cache_write"]) < 8e-3
+    assert max(beside.errors["attention"]) < 5e-3
+
+    wrong = Beside(OtherHeadsSinks(kernels), "attention")
+    logits_of_all(made.config, weights, token_ids, wrong, cache)
+    assert min(wrong.errors["attention"]) > 2e-2
 
 
 def test_a_cache_in_fp8_has_few_bytes_and_changes_logits_little(tiny_checkpoint: TinyCheckpoint):
