@@ -1,10 +1,11 @@
 """Attention with sinks by FlashInfer: what the published system ran, a yardstick and a fallback.
 
-The library (flashinfer-python) compiles its kernels at first use, with a CUDA toolkit. Prefills go
-to its paged wrapper over its variant with a sink for each query head: FlashAttention 3's template
-for caches of bf16, FlashAttention 2's for e4m3, which the other takes for e4m3 queries alone.
-Decodes go to XQA; sequences of several queries to its form for speculative decoding. RoPE and the
-write into the cache are ours. Against cuda/ this costs
+The library (flashinfer-python) compiles its kernels at first use, with a CUDA toolkit and for
+minutes; here it works in 0.3 GB of the GPU's memory. Prefills go to its paged wrapper over its
+variant with a sink for each query head: FlashAttention 3's template for caches of bf16,
+FlashAttention 2's for e4m3, which the other takes for e4m3 queries alone. Decodes go to XQA;
+sequences of several queries to its form for speculative decoding. RoPE and the write into the
+cache are ours. Against cuda/ this costs
 
 - the host's knowledge. Prefills are planned there: the first call with a batch's query_start,
   seq_lens and page_tables waits for the device, copies and plans; further calls with the very same

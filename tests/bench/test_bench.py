@@ -312,6 +312,33 @@ def test_a_shape_becomes_a_line_and_a_peer_that_fails_is_left_out(
     assert line["tb_per_s"] == round(inputs.shape.num_bytes / 1e9, 3)
 
 
+def test_the_usual_shapes_are_those_of_the_bars(modules, monkeypatch) -> None:
+    shapes: list[tuple[str, Any]] = []
+    attention, running = modules["attention"], modules["running"]
+    monkeypatch.setattr(attention, "bench_shape", lambda _, *of: shapes.append(of))
+    script = modules["bench_attention"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(running, "Board", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["bench_attention.py", "prefill", "decode"])
+    script.main()
+    assert len({*shapes}) == len(shapes)
+    for kv in ("bf16", "fp8"):
+        for window in (0, 128):
+            own = [(name, s) for name, s in shapes if (s.kv, s.window) == (kv, window)]
+            prefills = [s.context for name, s in own if name == "attention_prefill"]
+            assert prefills == [8192, 32768, 131072]
+            decodes = [(s.context, s.batch) for name, s in own if name == "attention_decode"]
+            contexts = (8192,) if window else (8192, 32768)
+            assert decodes == [(c, b) for c in contexts for b in (1, 8, 32, 128)]
+    monkeypatch.setattr(
+        *(sys, "argv"),
+        ["bench_attention.py", "decode", "--batches", "3", "--contexts", "9", "--queries", "4"],
+    )
+    shapes.clear()
+    script.main()
+    assert {(s.batch, s.queries, s.context) for _, s in shapes} == {(3, 4, 9)}
+
+
 def test_what_was_recorded_still_makes_a_table(modules, monkeypatch, capsys) -> None:
     monkeypatch.setattr(sys, "argv", ["table.py"])
     modules["table"].main()
