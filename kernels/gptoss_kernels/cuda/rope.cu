@@ -65,11 +65,11 @@ struct Angles {
 
 // (a, b) -> (a cos - b sin, b cos + a sin), rounded once. Fused by hand: as the compiler would like
 // to, but in the same way whatever is around it.
-__device__ __forceinline__ float first(float a, float b, float cos, float sin) {
+__device__ __forceinline__ float first_half(float a, float b, float cos, float sin) {
     return fmaf(-b, sin, a * cos);
 }
 
-__device__ __forceinline__ float second(float a, float b, float cos, float sin) {
+__device__ __forceinline__ float second_half(float a, float b, float cos, float sin) {
     return fmaf(a, sin, b * cos);
 }
 
@@ -115,10 +115,10 @@ struct Head {
             const float b_low = low_bf16(b.words[i]), b_high = high_bf16(b.words[i]);
             const float cos_low = angles.cos[2 * i], cos_high = angles.cos[2 * i + 1];
             const float sin_low = angles.sin[2 * i], sin_high = angles.sin[2 * i + 1];
-            a.words[i] = pack_bf16(first(a_low, b_low, cos_low, sin_low),
-                                   first(a_high, b_high, cos_high, sin_high));
-            b.words[i] = pack_bf16(second(a_low, b_low, cos_low, sin_low),
-                                   second(a_high, b_high, cos_high, sin_high));
+            a.words[i] = pack_bf16(first_half(a_low, b_low, cos_low, sin_low),
+                                   first_half(a_high, b_high, cos_high, sin_high));
+            b.words[i] = pack_bf16(second_half(a_low, b_low, cos_low, sin_low),
+                                   second_half(a_high, b_high, cos_high, sin_high));
         }
     }
 
