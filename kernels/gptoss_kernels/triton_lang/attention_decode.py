@@ -22,29 +22,32 @@ from torch import Tensor
 
 from gptoss_kernels.triton_lang import device
 from gptoss_kernels.triton_lang.attention_tile import (
-    add_masked_tiles,
     headroom,
+    load_pages,
     load_queries,
     load_sinks,
+    load_tile,
+    seen_scores,
     start_softmax,
     store_rows,
+    weigh,
 )
 
 _LEAST_ROWS = 16  # of a tile of scores
 _MOST_LANES = 256  # sequences looked at together
-_SHARES_TOGETHER = 16
+_SHARES_TOGETHER = (8, 64)  # of a sequence, at the least and at the most
 
 
 class Split(NamedTuple):
-    """How programs compute: tiles of `keys`, `programs` for each multiprocessor at the least.
+    """How programs compute: by tiles of `keys`, about `programs` of them a multiprocessor.
 
     stages: slots of the ring that loads run ahead in.
     """
 
     keys: int
-    stages: int = 2
+    stages: int = 3
     warps: int = 1
-    programs: int = 16
+    programs: int = 4
 
 
 def choose_split(page_size: int, rows: int) -> Split:
@@ -74,6 +77,8 @@ def attention_decode(
     num_sequences, most_pages = page_tables.shape
     group = num_heads // num_kv_heads
     rows = max(_LEAST_ROWS, device.lanes_for(max_queries) * group)
+    if value_cache.dtype == torch.float8_e4m3fn:
+        value_cache = value_cache.view(torch.uint16)  # see _add_tiles
     if split is None:
         split = choose_split(page_size, rows)
     if window is None:
@@ -86,8 +91,10 @@ def attention_decode(
         )
         # Of each row, what its weights are over, and their sum.
         softmax = sums.new_empty((2, room, num_kv_heads, rows))
+        least, most = _SHARES_TOGETHER
+        together = min(most, max(least, device.lanes_for(-(-num_shares // num_sequences))))
     else:
-        num_shares, room, sums, softmax = 0, num_sequences, None, None
+        num_shares, room, sums, softmax, together = 0, num_sequences, None, None, 0
     lanes = min(_MOST_LANES, max(32, device.lanes_for(num_sequences)))
     with device.current(query):
         _attend[(room, num_kv_heads)](
@@ -115,8 +122,8 @@ def attention_decode(
                 KEYS=split.keys,
                 DEPTH=head_dim,
                 LANES=lanes,
-                SHARES=_SHARES_TOGETHER,
-                num_warps=1,
+                SHARES=together,
+                num_warps=max(1, together // 16),
             )
 
 
@@ -191,6 +198,58 @@ def _find_shares(
     return begin, begin + own
 
 
+@triton.jit
+def _add_tiles(
+    base,
+    total,
+    sums,
+    more_sums,
+    query,
+    factor,
+    position,
+    key_cache,
+    value_cache,
+    pages,
+    head,
+    low,
+    high,
+    KV_HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    KEYS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PAIRED: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The keys from `low` to `high` that each row sees from its position.
+
+    PAIRED: values of e4m3 come two columns in 16 bits, which a warp can read from shared memory as
+    the tensor cores take them, by column, and single bytes it cannot. `sums` are of even columns
+    then, `more_sums` of odd ones.
+    """
+    begin = low // KEYS * KEYS
+    page = load_pages(pages, begin, high, PAGE, KEYS)
+    for first in tl.range(begin, high, KEYS, num_stages=STAGES):
+        keys_tile = load_tile(key_cache, page, head, first, low, high, KV_HEADS, PAGE, KEYS, DEPTH)
+        values = load_tile(
+            *(value_cache, page, head, first, low, high),
+            *(KV_HEADS, PAGE, KEYS, DEPTH // 2 if PAIRED else DEPTH),
+        )
+        page = load_pages(pages, first + KEYS, high, PAGE, KEYS)
+        scores = tl.dot(query, keys_tile.to(query.dtype).T)
+        scores = seen_scores(scores, first, position, WINDOW, KEYS)
+        base, total, weights, shrunk = weigh(base, total, scores, factor, DTYPE)
+        if PAIRED:
+            even = (values & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+            odd = (values >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+            sums = tl.dot(weights, even.to(DTYPE), sums * shrunk)
+            more_sums = tl.dot(weights, odd.to(DTYPE), more_sums * shrunk)
+        else:
+            sums = tl.dot(weights, values, sums * shrunk)
+    return base, total, sums, more_sums
+
+
 @triton.jit(
     do_not_specialize=["scale", "num_sequences", "table_pitch", "num_shares"],
     do_not_specialize_on_alignment=["sinks", "query_start", "seq_lens", "page_tables"],
@@ -248,26 +307,30 @@ def _attend(
         low = tl.maximum(length - end + start - WINDOW + 1, 0)
         high = length
         sink = load_sinks(sinks, head, GROUP, ROWS)
-    if key_cache.dtype.element_ty == query.dtype.element_ty:
-        dtype: tl.constexpr = tl.bfloat16
-    else:
-        dtype: tl.constexpr = tl.float16
+    PAIRED: tl.constexpr = key_cache.dtype.element_ty != query.dtype.element_ty
+    DTYPE: tl.constexpr = tl.float16 if PAIRED else tl.bfloat16
     queries, factor = load_queries(
-        *(query, start, end, head, scale, key_scale, HEADS, GROUP, ROWS, DEPTH, dtype)
+        *(query, start, end, head, scale, key_scale, HEADS, GROUP, ROWS, DEPTH, DTYPE)
     )
-    base, total = start_softmax(sink, headroom(dtype))
-    added = tl.zeros((ROWS, DEPTH), tl.float32)
-    base, total, added = add_masked_tiles(
-        *(base, total, added, queries, factor, position, key_cache, value_cache),
-        *(page_tables + sequence.to(tl.int64) * table_pitch, head, low // KEYS * KEYS, low, high),
-        *(KV_HEADS, PAGE, WINDOW, KEYS, DEPTH, dtype, STAGES),
+    base, total = start_softmax(sink, headroom(DTYPE))
+    added = tl.zeros((ROWS, DEPTH // 2 if PAIRED else DEPTH), tl.float32)
+    more_added = added
+    base, total, added, more_added = _add_tiles(
+        *(base, total, added, more_added, queries, factor, position, key_cache, value_cache),
+        *(page_tables + sequence.to(tl.int64) * table_pitch, head, low, high),
+        *(KV_HEADS, PAGE, WINDOW, KEYS, DEPTH, DTYPE, PAIRED, STAGES),
     )
+    if PAIRED:
+        added = tl.join(added, more_added).reshape(ROWS, DEPTH)
     if WINDOW is None:
         rows = tl.arange(0, ROWS)
         row = (share * KV_HEADS + head).to(tl.int64) * ROWS + rows
-        tl.store(sums + row[:, None] * DEPTH + tl.arange(0, DEPTH)[None, :], added)
-        tl.store(softmax + row, base)
-        tl.store(softmax + tl.num_programs(0).to(tl.int64) * KV_HEADS * ROWS + row, total)
+        is_live = rows < (end - start) * GROUP
+        pointers = sums + row[:, None] * DEPTH + tl.arange(0, DEPTH)[None, :]
+        tl.store(pointers, added, mask=is_live[:, None])
+        tl.store(softmax + row, base, mask=is_live)
+        totals = softmax + tl.num_programs(0).to(tl.int64) * KV_HEADS * ROWS
+        tl.store(totals + row, total, mask=is_live)
     else:
         inverse = 1 / total
         if value_scale is not None:

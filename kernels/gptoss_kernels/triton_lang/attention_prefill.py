@@ -23,15 +23,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gptoss_kernels.triton_lang import device
 from gptoss_kernels.triton_lang.attention_tile import (
-    add_masked_tiles,
-    add_tile,
     headroom,
     load_pages,
     load_queries,
     load_sinks,
     load_tile,
+    seen_scores,
     start_softmax,
     store_rows,
+    weigh,
 )
 
 
@@ -39,8 +39,8 @@ class Tile(NamedTuple):
     """How one program computes: `rows` of queries (heads times tokens) by `keys`, at most a page.
 
     boxes: tiles of keys that share one step of the softmax, 1 or 2. stages: slots of the ring that
-    loads run ahead in. quantises: with a cache of e4m3, scores are products of e4m3 (each row of
-    queries scaled to its largest value) instead of f16.
+    loads run ahead in. quantises: with a cache of e4m3 queries are rounded to it, too, and not keys
+    widened to f16, which costs a copy through shared memory but no accuracy.
     """
 
     rows: int
@@ -157,7 +157,8 @@ def _add_full_tiles(
         page = load_pages(pages, first + BOXES * KEYS, end, PAGE, KEYS)
         scores = tl.dot(query, keys.to(query.dtype).T)
         if BOXES == 1:
-            base, total, sums = add_tile(base, total, sums, scores, factor, values, DTYPE)
+            base, total, weights, shrunk = weigh(base, total, scores, factor, DTYPE)
+            sums = tl.dot(weights, values.to(DTYPE), sums * shrunk)
         else:
             more_keys = load_tile(
                 key_boxes, more_page, head, first + KEYS, 0, end, KV_HEADS, PAGE, KEYS, DEPTH
@@ -176,6 +177,42 @@ def _add_full_tiles(
             sums = tl.dot(weights.to(DTYPE), values.to(DTYPE), sums * shrunk[:, None])
             sums = tl.dot(more_weights.to(DTYPE), more_values.to(DTYPE), sums)
             base = now_base
+    return base, total, sums
+
+
+@triton.jit
+def _add_masked_tiles(
+    base,
+    total,
+    sums,
+    query,
+    factor,
+    position,
+    key_cache,
+    value_cache,
+    pages,
+    head,
+    begin,
+    low,
+    high,
+    KV_HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    KEYS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    DTYPE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The keys from `low` to `high` that each row sees from its position; `begin` is low's tile."""
+    page = load_pages(pages, begin, high, PAGE, KEYS)
+    for first in tl.range(begin, high, KEYS, num_stages=STAGES):
+        keys_tile = load_tile(key_cache, page, head, first, low, high, KV_HEADS, PAGE, KEYS, DEPTH)
+        values = load_tile(value_cache, page, head, first, low, high, KV_HEADS, PAGE, KEYS, DEPTH)
+        page = load_pages(pages, first + KEYS, high, PAGE, KEYS)
+        scores = tl.dot(query, keys_tile.to(query.dtype).T)
+        scores = seen_scores(scores, first, position, WINDOW, KEYS)
+        base, total, weights, shrunk = weigh(base, total, scores, factor, DTYPE)
+        sums = tl.dot(weights, values.to(DTYPE), sums * shrunk)
     return base, total, sums
 
 
@@ -245,7 +282,7 @@ def _attend(
     else:
         low = tl.maximum(first_position - WINDOW + 1, 0)
         begin = low // KEYS * KEYS
-    base, total, sums = add_masked_tiles(
+    base, total, sums = _add_masked_tiles(
         *(base, total, sums, queries, factor, position, key_cache, value_cache, pages, head),
         *(begin, low, high, KV_HEADS, PAGE, WINDOW, KEYS, DEPTH, dtype, STAGES),
     )

@@ -15,8 +15,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gptoss_kernels.triton_lang.quantise import group_scale, largest_bits
-
 
 @triton.jit
 def load_queries(
@@ -34,7 +32,8 @@ def load_queries(
 ):
     """[ROWS, DEPTH] in DTYPE from token `first` on, and what each row's scores are multiplied by.
 
-    Zeros from token `end` on. A DTYPE other than the query's holds each row over its largest value.
+    Zeros from token `end` on. In another DTYPE than the query's, each row is shifted by a power of
+    two to the top of what that can hold: to f16, which has more bits than bf16, without loss.
     """
     LOG2_E: tl.constexpr = 1.4426950408889634
     rows = tl.arange(0, ROWS)
@@ -46,10 +45,12 @@ def load_queries(
         scale *= tl.load(key_scale + head)
     factor = tl.full((ROWS,), LOG2_E, tl.float32) * scale
     if query.dtype.element_ty != DTYPE:
+        TOP: tl.constexpr = 2.0**7 if DTYPE.is_fp8e4nv() else 2.0**14
         wide = values.to(tl.float32)
-        inverse, row_scale = group_scale(largest_bits(wide))
-        values = (wide * inverse[:, None]).to(DTYPE)
-        factor *= row_scale
+        largest = tl.maximum(tl.max(tl.abs(wide), 1), 1e-30)
+        power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        values = (wide * (TOP / power)[:, None]).to(DTYPE)
+        factor *= power * (1 / TOP)
     return values, factor
 
 
@@ -122,53 +123,25 @@ def load_tile(
 
 
 @triton.jit
-def add_tile(base, total, sums, scores, factor, values, DTYPE: tl.constexpr):
-    """One more tile of keys: scores [ROWS, KEYS] before `factor`, values [KEYS, DEPTH]."""
-    now_base = tl.maximum(base, tl.max(scores, 1) * factor - headroom(DTYPE))
-    weights = tl.exp2(scores * factor[:, None] - now_base[:, None])
-    shrunk = tl.exp2(base - now_base)
-    total = total * shrunk + tl.sum(weights, 1)
-    sums = tl.dot(weights.to(DTYPE), values.to(DTYPE), sums * shrunk[:, None])
-    return now_base, total, sums
+def seen_scores(scores, first, position, WINDOW: tl.constexpr, KEYS: tl.constexpr):
+    """-inf for the keys from `first` on that rows do not see from their positions."""
+    keys = (first + tl.arange(0, KEYS))[None, :]
+    is_seen = keys <= position[:, None]
+    if WINDOW is not None:
+        is_seen = is_seen & (keys > position[:, None] - WINDOW)
+    return tl.where(is_seen, scores, float("-inf"))
 
 
 @triton.jit
-def add_masked_tiles(
-    base,
-    total,
-    sums,
-    query,
-    factor,
-    position,
-    key_cache,
-    value_cache,
-    pages,
-    head,
-    begin,
-    low,
-    high,
-    KV_HEADS: tl.constexpr,
-    PAGE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    KEYS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    DTYPE: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """The keys from `low` to `high` that each row sees from its position; `begin` is low's tile."""
-    page = load_pages(pages, begin, high, PAGE, KEYS)
-    for first in tl.range(begin, high, KEYS, num_stages=STAGES):
-        keys_tile = load_tile(key_cache, page, head, first, low, high, KV_HEADS, PAGE, KEYS, DEPTH)
-        values = load_tile(value_cache, page, head, first, low, high, KV_HEADS, PAGE, KEYS, DEPTH)
-        page = load_pages(pages, first + KEYS, high, PAGE, KEYS)
-        scores = tl.dot(query, keys_tile.to(query.dtype).T)
-        keys = (first + tl.arange(0, KEYS))[None, :]
-        is_seen = (keys <= position[:, None]) & (keys >= low)
-        if WINDOW is not None:
-            is_seen = is_seen & (keys > position[:, None] - WINDOW)
-        scores = tl.where(is_seen, scores, float("-inf"))
-        base, total, sums = add_tile(base, total, sums, scores, factor, values, DTYPE)
-    return base, total, sums
+def weigh(base, total, scores, factor, DTYPE: tl.constexpr):
+    """Weights of one more tile's keys in DTYPE, of scores [ROWS, KEYS] before `factor`.
+
+    With the new `base` and `total`, and what sums so far are multiplied by.
+    """
+    now_base = tl.maximum(base, tl.max(scores, 1) * factor - headroom(DTYPE))
+    weights = tl.exp2(scores * factor[:, None] - now_base[:, None])
+    shrunk = tl.exp2(base - now_base)
+    return now_base, total * shrunk + tl.sum(weights, 1), weights.to(DTYPE), shrunk[:, None]
 
 
 @triton.jit
