@@ -1,0 +1,249 @@
+"""The tiles of attention_prefill against the formula in float64, and what is its own: tiles found
+on the device, page tables read ahead, references that rise, values that are cleared.
+
+test_attention.py holds every edge of the operator against every implementation, the served tiles
+of this kernel among them.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from gptoss_kernels.cuda import runtime
+from gptoss_kernels.cuda.attention_prefill import (
+    PrefillTile,
+    attention_prefill,
+    choose_tile,
+    served_tiles,
+)
+from gptoss_kernels.cuda.build import build
+
+from .attention_cases import BF16_BOUNDS, E4M3, Case, Errors, errors, exact, make_case, wrong_twins
+from .emulator import EmulationError, emulated
+
+# What the sweep of tiles times; each way of overlapping, and each size.
+FULL_TILES = (
+    PrefillTile(turns=0, polynomials=1),
+    PrefillTile(turns=1, slack=0),
+    PrefillTile(overlaps=False, is_dynamic=False),
+    PrefillTile(warpgroups=2, block=192, stages=3, polynomials=2),
+    PrefillTile(warpgroups=1, block=64, stages=2, query_slots=1, blocks=3, polynomials=3),
+)
+WINDOW_TILES = (
+    PrefillTile(block=96, has_window=True, is_dynamic=False),
+    PrefillTile(warpgroups=2, block=192, stages=3, has_window=True, overlaps=False),
+    PrefillTile(warpgroups=1, block=64, blocks=3, stages=2, has_window=True, polynomials=1),
+)
+# (tokens in all, queries): chunks that begin anywhere, several tiles, sequences without queries.
+MIXED = [(300, 30), (129, 1), (0, 0), (50, 50), (70, 0), (393, 200)]
+
+
+def attend(case: Case, tile: PrefillTile | None = None) -> Tensor:
+    """Poisoned first, so that a row without its result shows."""
+    num_tokens, num_heads, head_dim = case.query.shape
+    out = case.query.new_full((num_tokens, num_heads * head_dim), math.nan)
+    attention_prefill(
+        *(case.query, case.key_cache, case.value_cache, case.sinks),
+        *(case.query_start, case.seq_lens, case.page_tables, out),
+        scale=case.scale,
+        window=case.window,
+        key_scale=case.key_scale,
+        value_scale=case.value_scale,
+        tile=tile,
+    )
+    return out
+
+
+def emulated_errors(
+    case: Case,
+    tile: PrefillTile | None = None,
+    *,
+    seed: int = 0,
+    change: Callable[[str], str] | None = None,
+) -> Errors:
+    with emulated(seed=seed, change=change):
+        return errors(attend(case, tile), exact(case))
+
+
+# ---- emulated ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tile", [None, *FULL_TILES], ids=str)
+def test_tiles_of_full_layers(tile: PrefillTile | None) -> None:
+    case = make_case(MIXED, heads=(16, 2))
+    assert emulated_errors(case, tile).within(BF16_BOUNDS)
+
+
+@pytest.mark.parametrize("tile", [None, *WINDOW_TILES], ids=str)
+def test_tiles_of_window_layers(tile: PrefillTile | None) -> None:
+    for window in (128, 1):
+        case = make_case(MIXED, heads=(8, 1), window=window)
+        assert emulated_errors(case, tile).within(BF16_BOUNDS)
+
+
+@pytest.mark.parametrize("window", [None, 128])
+def test_sequences_are_found_beyond_32_of_them(window: int | None) -> None:
+    # The first 40 without queries, then some of one tile and of many, among others without.
+    sequences = [(70, 0)] * 40 + [(9 + b, 9 * (b % 3 > 0)) for b in range(60)] + [(260, 250)]
+    case = make_case(sequences, heads=(8, 2), window=window)
+    assert emulated_errors(case).within(BF16_BOUNDS)
+
+
+@pytest.mark.parametrize("page_size", [16, 256])
+def test_page_tables_are_read_in_pieces_of_32_boxes(page_size: int) -> None:
+    # 140 and 35 boxes of keys.
+    case = make_case([(2230, 20)], heads=(4, 1), page_size=page_size)
+    assert emulated_errors(case).within(BF16_BOUNDS)
+
+
+@pytest.mark.parametrize("tile", [None, FULL_TILES[0], FULL_TILES[2]], ids=str)
+@pytest.mark.parametrize("rise", [0.05, 2.0, 400.0])
+def test_references_rise_from_block_to_block(tile: PrefillTile | None, rise: float) -> None:
+    """Keys are read from the last one on, so scores that fall along a sequence rise here."""
+    case = make_case([(700, 40)], heads=(8, 1), page_size=64, scores="plain", seed=1)
+    case.query[..., 0] = 8
+    for column, page in enumerate(case.page_tables[0, :11].tolist()):
+        keys = case.key_cache[page, :, :, 0]
+        keys.copy_(torch.where(keys.isnan(), keys, torch.tensor(-rise * column).bfloat16()))
+    assert emulated_errors(case, tile).within(BF16_BOUNDS)
+
+
+def test_only_named_rows_are_written() -> None:
+    case = make_case([(40, 30), (50, 20)], heads=(8, 1))
+    first, second = case.query_start.tolist()[1:]
+    later = replace(
+        case,
+        query_start=case.query_start[1:],
+        seq_lens=case.seq_lens[1:],
+        page_tables=case.page_tables[1:],
+    )
+    with emulated():
+        out = attend(later)
+    assert out[:first].isnan().all()
+    assert errors(out[first:second], exact(case)[first:second]).within(BF16_BOUNDS)
+
+
+def test_blocks_in_any_number_give_equal_bits() -> None:
+    case = make_case(MIXED, heads=(16, 2))
+    given = []
+    for num_multiprocessors in (1, 5, 64):
+        with emulated(num_multiprocessors=num_multiprocessors):
+            given.append(attend(case))
+    assert given[0].equal(given[1])
+    assert given[0].equal(given[2])
+
+
+def without(line: str) -> Callable[[str], str]:
+    return lambda text: text.replace(line, ";")
+
+
+@pytest.mark.parametrize(
+    ("window", "line"),
+    [
+        (None, "clear(tile.num_keys - block * BLOCK_N, BLOCK_N);"),
+        (128, "clear(0, tile.position - window + 1 - tile.first_key);"),
+        (None, "if (is_raised) rescale();"),
+        (None, "if (i / 4 * 8 + i % 2 > last[i / 2 % 2]) scores[i] = hidden;"),
+        (128, "if (i / 4 * 8 + i % 2 <= last[i / 2 % 2] - arguments.window) scores[i] = hidden;"),
+    ],
+)
+def test_bounds_see_a_kernel_that_lacks_a_line(window: int | None, line: str) -> None:
+    case = make_case(MIXED, heads=(8, 1), window=window, scores="sharp")
+    assert not emulated_errors(case, change=without(line)).within(BF16_BOUNDS)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "if (first < end) shared_fence();",
+        "shared_fence();  // the copy engine writes here next",
+        "__syncwarp();  // all lanes have cleared, and none still waits for what may come next",
+    ],
+)
+def test_emulator_sees_a_kernel_that_lacks_an_order(line: str) -> None:
+    case = make_case([(300, 200), (129, 9), (330, 150)], heads=(16, 2), window=127)
+
+    def run_until_seen() -> None:
+        for seed in range(30):
+            emulated_errors(case, seed=seed, change=without(line))
+
+    with pytest.raises(EmulationError):
+        run_until_seen()
+
+
+# ---- tiles and refusals ------------------------------------------------------------------------
+
+
+def test_served_tiles_compile_without_spills_and_serialised_products() -> None:
+    tiles = list(served_tiles())
+    assert {tile.has_window for tile in tiles} == {False, True}
+    for built in build((tile.spec for tile in tiles), jobs=1):
+        assert not built.faults, str(built.spec)
+
+
+@pytest.mark.parametrize("tile", [*served_tiles(), *FULL_TILES, *WINDOW_TILES], ids=str)
+def test_tiles_have_room(tile: PrefillTile) -> None:
+    # A kilobyte of each block's is the system's.
+    assert tile.blocks * (tile.shared_bytes + 1024) <= runtime.MAXIMUM_SHARED_BYTES + 1024
+    registers = tile.warpgroups * tile.math_registers + tile.producer_registers
+    assert tile.blocks * 128 * registers <= 65_536
+
+
+def test_refusals_are_said() -> None:
+    case = make_case([(20, 20)], heads=(8, 1))
+    with emulated():
+        with pytest.raises(ValueError, match="window"):
+            attend(case, choose_tile(has_window=True))
+        with pytest.raises(ValueError, match="scale must be above 0"):
+            attend(replace(case, scale=0.0))
+        with pytest.raises(ValueError, match="caches must be bf16"):
+            attend(make_case([(20, 20)], heads=(8, 1), dtype=E4M3))
+
+
+# ---- on a GPU ----------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", [None, *FULL_TILES], ids=str)
+def test_tiles_of_full_layers_on_a_gpu(tile: PrefillTile | None) -> None:
+    for sequences in (MIXED, [(5000, 5000), (9000, 1000)]):
+        case = make_case(sequences, heads=(64, 8), device="cuda")
+        expected, out = exact(case), attend(case, tile)
+        assert errors(out, expected).within(BF16_BOUNDS)
+        for _ in range(20):  # blocks meet in another order each time
+            assert attend(case, tile).equal(out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", [None, *WINDOW_TILES], ids=str)
+def test_tiles_of_window_layers_on_a_gpu(tile: PrefillTile | None) -> None:
+    for sequences in (MIXED, [(5000, 5000), (9000, 1000)]):
+        case = make_case(sequences, heads=(64, 8), window=128, device="cuda")
+        expected, out = exact(case), attend(case, tile)
+        assert errors(out, expected).within(BF16_BOUNDS)
+        for _ in range(20):
+            assert attend(case, tile).equal(out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 128])
+def test_a_wrong_kernel_is_beyond_the_bounds(window: int | None) -> None:
+    case = make_case([(3000, 3000), (2000, 300)], window=window, device="cuda")
+    out = attend(case)
+    assert errors(out, exact(case)).within(BF16_BOUNDS)
+    for name, wrong in wrong_twins(case):
+        assert errors(out, wrong).far_beyond(BF16_BOUNDS), name
+
+
+@pytest.mark.gpu
+def test_many_launches_behind_each_other_count_their_tiles_apart() -> None:
+    cases = [make_case([(n, n)], heads=(16, 2), device="cuda", seed=n) for n in (700, 1500)]
+    expected = [exact(case) for case in cases]
+    outs = [[attend(case) for case in cases] for _ in range(30)]
+    for given in outs:
+        for out, wanted in zip(given, expected, strict=True):
+            assert errors(out, wanted).within(BF16_BOUNDS)
