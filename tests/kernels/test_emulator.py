@@ -316,7 +316,7 @@ def test_what_the_kernel_before_wrote_is_read_after_the_wait() -> None:
 
 
 def test_a_kernel_that_writes_before_the_wait_or_never_waits_is_told() -> None:
-    with pytest.raises(EmulationError, match="writes to memory before the kernels before"):
+    with pytest.raises(EmulationError, match="writes before the kernels before this one"):
         quantise_late(0, replacing(WAIT, ""))
     nothing = torch.zeros(1)
     with pytest.raises(EmulationError, match="block 0 never waits for the kernels before this one"):

@@ -36,7 +36,11 @@ from gptoss_kernels.cuda.compiler import KernelSpec
 
 from .translate import FOLDER, EmulationError, translate
 
-_FLAGS = ("-std=c++17", "-O1", "-g1", "-fPIC", "-fno-omit-frame-pointer", "-w")
+_FLAGS = (
+    *("-std=c++17", "-O1", "-shared", "-fPIC", "-w"),
+    *("-g1", "-fno-omit-frame-pointer"),  # to tell where a thread is
+    "-fno-gnu-unique",  # nothing of one kernel is another's
+)
 _ELEMENT_BYTES = (1, 2, 4, 4, 8, 8, 2, 4, 8, 2, 4, 4, 4)  # by CUtensorMapDataType
 _SWIZZLE_BYTES = (0, 32, 64, 128)
 _MAP = struct.Struct("<QQ3I5I5Q5H3H8x")
@@ -235,16 +239,17 @@ def _build(output: Path, arguments: list[str]) -> None:
     )
     if found.returncode:
         lines = [line for line in found.stderr.splitlines() if "error" in line]
-        raise EmulationError(f"g++ refused a kernel ({arguments[-1]}):\n" + "\n".join(lines[:10]))
+        raise EmulationError("g++ refused a kernel:\n" + "\n".join(lines[:10]))
     partial.replace(output)
 
 
 @functools.cache
 def _machine() -> Path:
-    texts = [(FOLDER / name).read_text() for name in ("machine.hpp", "machine.cpp")]
-    output = _cache() / f"machine-{_hash(*texts)}.o"
+    files = sorted(FOLDER.glob("*.cpp"))
+    texts = [path.read_text() for path in (*files, FOLDER / "state.hpp", FOLDER / "machine.hpp")]
+    output = _cache() / f"machine-{_hash(*texts)}.so"
     if not output.exists():
-        _build(output, [*_FLAGS, "-O2", "-c", str(FOLDER / "machine.cpp")])
+        _build(output, [*_FLAGS, "-O2", *map(str, files)])
     return output
 
 
@@ -263,7 +268,7 @@ def _compiled(source: str, name: str, defines: tuple[tuple[str, int], ...]) -> t
     if not output.exists():
         written = output.with_suffix(".cpp")
         written.write_text(text)
-        _build(output, [*_FLAGS, "-shared", f"-I{FOLDER}", *flags, str(machine), str(written)])
+        _build(output, [*_FLAGS, f"-I{FOLDER}", *flags, str(written), str(machine)])
     library = ctypes.CDLL(str(output))
     library.emulated_launch.restype = ctypes.c_char_p
     return library.emulated_launch, output
@@ -286,7 +291,7 @@ def _with_lines(message: str, library: Path) -> str:
     """What the machine gave as addresses, as lines of the kernel's files, the innermost first."""
 
     def lines(found: re.Match[str]) -> str:
-        addresses = [f"0x{each}" for each in found[1].split(",")]
+        addresses = [f"0x{each}" for each in found[1].split(",") if each]
         tool = shutil.which("addr2line")
         if tool is None:
             return ""

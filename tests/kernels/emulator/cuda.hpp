@@ -1,4 +1,4 @@
-// What CUDA C++ has without an include, for a kernel that g++ compiles; ptx.hpp has its instructions.
+// What CUDA C++ has without an include, for a kernel that g++ compiles.
 #pragma once
 
 #include <math.h>
@@ -33,18 +33,18 @@
 #define blockDim (emulator::block_size)
 constexpr int warpSize = 32;
 
-#define CUDA_VECTORS(type, name)                         \
-    struct alignas(2 * sizeof(type)) name##2 {           \
-        type x, y;                                       \
-    };                                                   \
-    struct name##3 {                                     \
-        type x, y, z;                                    \
-    };                                                   \
-    struct alignas(4 * sizeof(type) > 16 ? 16 : 4 * sizeof(type)) name##4 { \
-        type x, y, z, w;                                 \
-    };                                                   \
-    inline name##2 make_##name##2(type x, type y) { return {x, y}; }              \
-    inline name##3 make_##name##3(type x, type y, type z) { return {x, y, z}; }   \
+#define CUDA_VECTORS(type, name)                                                \
+    struct alignas(2 * sizeof(type)) name##2 {                                  \
+        type x, y;                                                              \
+    };                                                                          \
+    struct name##3 {                                                            \
+        type x, y, z;                                                           \
+    };                                                                          \
+    struct alignas(sizeof(type) > 4 ? 16 : 4 * sizeof(type)) name##4 {          \
+        type x, y, z, w;                                                        \
+    };                                                                          \
+    inline name##2 make_##name##2(type x, type y) { return {x, y}; }            \
+    inline name##3 make_##name##3(type x, type y, type z) { return {x, y, z}; } \
     inline name##4 make_##name##4(type x, type y, type z, type w) { return {x, y, z, w}; }
 CUDA_VECTORS(signed char, char)
 CUDA_VECTORS(unsigned char, uchar)
@@ -70,12 +70,14 @@ inline To bits(From value) {
     return result;
 }
 
+// Of two numbers of any types; of pointers or classes there is none.
 template <typename A, typename B>
-using Common = decltype(true ? A() : B());
+using Common = std::enable_if_t<std::is_arithmetic_v<A> && std::is_arithmetic_v<B>,
+                                decltype(true ? A() : B())>;
 
 }  // namespace emulator
 
-template <typename A, typename B, typename = std::enable_if_t<std::is_arithmetic_v<A> && std::is_arithmetic_v<B>>>
+template <typename A, typename B>
 inline emulator::Common<A, B> min(A a, B b) {
     using Type = emulator::Common<A, B>;
     if constexpr (std::is_floating_point_v<Type>)
@@ -83,7 +85,7 @@ inline emulator::Common<A, B> min(A a, B b) {
     else
         return Type(b) < Type(a) ? b : a;
 }
-template <typename A, typename B, typename = std::enable_if_t<std::is_arithmetic_v<A> && std::is_arithmetic_v<B>>>
+template <typename A, typename B>
 inline emulator::Common<A, B> max(A a, B b) {
     using Type = emulator::Common<A, B>;
     if constexpr (std::is_floating_point_v<Type>)
@@ -325,10 +327,12 @@ inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
     return emulator::combined<emulator::more>(mask, "__reduce_max_sync", value);
 }
 inline int __reduce_min_sync(unsigned mask, int value) {
-    return int(emulator::combined<emulator::less_signed>(mask, "__reduce_min_sync", unsigned(value)));
+    constexpr const char* WHAT = "__reduce_min_sync";
+    return int(emulator::combined<emulator::less_signed>(mask, WHAT, unsigned(value)));
 }
 inline int __reduce_max_sync(unsigned mask, int value) {
-    return int(emulator::combined<emulator::more_signed>(mask, "__reduce_max_sync", unsigned(value)));
+    constexpr const char* WHAT = "__reduce_max_sync";
+    return int(emulator::combined<emulator::more_signed>(mask, WHAT, unsigned(value)));
 }
 template <typename T>
 inline unsigned __match_any_sync(unsigned mask, T value) {

@@ -64,7 +64,7 @@ inline void write_vector(void* memory, Registers... sources) {
 
 inline void check_global(b64 address, unsigned bytes) {
     if (address % bytes != 0)
-        emulator::fail("an access of %u bytes at %#llx, which is no multiple of that", bytes, address);
+        emulator::fail("accesses %u bytes at %#llx, which is no multiple of that", bytes, address);
 }
 
 template <typename T, typename... Registers>
@@ -159,7 +159,8 @@ inline void load_matrices(Registers&... words_and_address) {
     b32* operands[] = {const_cast<b32*>(&words_and_address)...};
     Matrices own{nullptr, {}, COUNT, IS_TRANSPOSED};
     for (unsigned i = 0; i < COUNT; ++i) own.words[i] = operands[i];
-    if (emulator::current->lane < 8 * COUNT) own.memory = emulator::shared(*operands[COUNT], 16, 16);
+    if (emulator::current->lane < 8 * COUNT)
+        own.memory = emulator::shared(*operands[COUNT], 16, 16);
     emulator::together(0xFFFFFFFF, "ldmatrix", &own, read_matrices);
 }
 template <bool IS_TRANSPOSED, typename... Registers>
@@ -168,7 +169,8 @@ inline void store_matrices(b32 address, Registers... words) {
     b32 operands[] = {words...};
     Matrices own{nullptr, {}, COUNT, IS_TRANSPOSED};
     for (unsigned i = 0; i < COUNT; ++i) own.words[i] = &operands[i];
-    if (emulator::current->lane < 8 * COUNT) own.memory = emulator::shared_for_store(address, 16, 16);
+    if (emulator::current->lane < 8 * COUNT)
+        own.memory = emulator::shared_for_store(address, 16, 16);
     emulator::together(0xFFFFFFFF, "stmatrix", &own, write_matrices);
 }
 

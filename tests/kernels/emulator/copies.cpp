@@ -1,0 +1,246 @@
+// The copy engine: between shared and global memory, sooner or later.
+#include <string.h>
+
+#include <algorithm>
+
+#include "state.hpp"
+
+namespace emulator {
+
+// ---- copies -------------------------------------------------------------------------------------
+
+namespace {
+
+struct Map {  // as runtime.py packs it
+    uint64_t mark;
+    uint64_t address;
+    uint32_t rank, element_bytes, swizzle_bytes;
+    uint32_t size[5];
+    uint64_t pitch[5];  // in bytes; that of the first dimension is an element
+    uint16_t box[5];
+    uint16_t unused[3];
+};
+static_assert(sizeof(Map) == 8 + 8 + 12 + 20 + 40 + 10 + 6, "as runtime.py packs it");
+constexpr uint64_t MAP_MARK = 0x50414D524F534E45;
+
+// Which bytes go where: in units that neither the swizzle nor the matrix's edge cuts.
+void divide(Copy& copy, const Map& map, const int* place, unsigned address) {
+    const unsigned row_bytes = map.box[0] * map.element_bytes;
+    unsigned rows = 1;
+    for (unsigned i = 1; i < map.rank; ++i) rows *= map.box[i];
+    for (unsigned row = 0; row < rows; ++row) {
+        unsigned char* global = reinterpret_cast<unsigned char*>(map.address);
+        bool is_inside = true;
+        for (unsigned i = 1, rest = row; i < map.rank; rest /= map.box[i++]) {
+            const int64_t at = place[i] + int64_t(rest % map.box[i]);
+            is_inside = is_inside && at >= 0 && at < map.size[i];
+            global += at * int64_t(map.pitch[i]);
+        }
+        for (unsigned byte = 0; byte < row_bytes; byte += 16) {
+            const unsigned straight = address + row * row_bytes + byte;
+            const unsigned target = swizzled(straight, std::max(map.swizzle_bytes, 16u));
+            for (unsigned i = 0; i < 16;) {
+                const int64_t column = place[0] + int64_t((byte + i) / map.element_bytes);
+                const int64_t left = 16 - i;
+                int64_t bytes = map.element_bytes;
+                bool is_here = is_inside && column >= 0 && column < map.size[0];
+                if (is_here)
+                    bytes = std::min(left, (map.size[0] - column) * int64_t(map.element_bytes));
+                else if (!is_inside || column >= map.size[0])
+                    bytes = left;
+                copy.pieces.emplace_back(target + i, unsigned(bytes));
+                copy.global.push_back(is_here ? global + column * map.element_bytes : nullptr);
+                i += unsigned(bytes);
+            }
+        }
+    }
+}
+
+Map map_at(unsigned rank, const void* pointer, unsigned address, const char* what) {
+    Map map;
+    memcpy(&map, pointer, sizeof map);
+    if (map.mark != MAP_MARK) fail("%s: there is no tensor map at %p", what, pointer);
+    if (map.rank != rank) fail("%s in %u dimensions of a map of %u", what, rank, map.rank);
+    const unsigned alignment = map.swizzle_bytes ? 8 * map.swizzle_bytes : 128;
+    if (address % alignment != 0)
+        fail("%s at shared address %#x, which is no multiple of %u", what, address, alignment);
+    return map;
+}
+
+void read_content(Copy& copy) {
+    for (auto [address, bytes] : copy.pieces) {
+        const unsigned char* source = checked_async(*copy.block, address, bytes, 1, "a bulk store");
+        copy.content.insert(copy.content.end(), source, source + bytes);
+    }
+}
+
+void finish(Copy copy) {
+    if (copy.kind == Copy::STORE && copy.content.empty()) read_content(copy);
+    size_t done = 0;
+    for (size_t i = 0; i < copy.pieces.size(); ++i) {
+        const auto [address, bytes] = copy.pieces[i];
+        unsigned char* const memory = copy.block->memory + (address - FIRST_ADDRESS);
+        if (copy.kind == Copy::STORE) {
+            if (copy.global[i]) memcpy(copy.global[i], &copy.content[done], bytes);
+            done += bytes;
+        } else if (!copy.content.empty()) {
+            memcpy(memory, copy.content.data(), bytes);
+        } else if (copy.global[i]) {
+            memcpy(memory, copy.global[i], bytes);
+        } else {
+            memset(memory, 0, bytes);
+        }
+    }
+    if (copy.kind == Copy::LOAD) {
+        Barrier& barrier = barrier_at(*copy.block, copy.barrier);
+        add_bytes(barrier, copy.barrier, -int64_t(copy.bytes));
+        settle(barrier);
+    }
+}
+
+}  // namespace
+
+void finish_copy(size_t index) {
+    std::swap(copies[index], copies.back());
+    Copy copy = std::move(copies.back());
+    copies.pop_back();
+    // What it complains about is the fault of the thread that sent for it.
+    Thread* const running = current;
+    if (!running) current = copy.fiber;
+    finish(std::move(copy));
+    current = running;
+}
+
+namespace {
+
+// What a load will fill is nobody's from now on.
+void start_load(Copy copy) {
+    for (auto [address, bytes] : copy.pieces) {
+        unsigned char* memory = checked_async(*copy.block, address, bytes, 1, "a bulk load");
+        memset(memory, POISON, bytes);
+        copy.bytes += bytes;
+    }
+    barrier_at(*copy.block, copy.barrier);
+    copies.push_back(std::move(copy));
+    pause();
+}
+
+template <typename Condition>
+void finish_all(Condition condition) {
+    for (size_t i = copies.size(); i-- > 0;)
+        if (condition(copies[i])) finish_copy(i);
+}
+
+}  // namespace
+
+void load_box(unsigned rank, unsigned destination, const void* map_pointer, const int* place,
+              unsigned barrier, unsigned multicast) {
+    Block& block = owner(destination);
+    owner(barrier);
+    const Map map = map_at(rank, map_pointer, destination, "a bulk load");
+    for (unsigned i = 0; i < block.cluster->blocks.size(); ++i) {
+        if (multicast ? !(multicast >> i & 1) : i != block.rank) continue;
+        Copy copy{&self(), block.cluster->blocks[i].get(), 0, Copy::LOAD, {}, {}, {}, barrier, 0};
+        if (copy.block->live == 0) fail("loads into a block of the cluster that has ended");
+        divide(copy, map, place, destination);
+        start_load(std::move(copy));
+    }
+}
+
+void load_bulk(unsigned destination, const void* source, unsigned bytes, unsigned barrier) {
+    Block& block = owner(destination);
+    owner(barrier);
+    if (bytes == 0 || bytes % 16 != 0 || reinterpret_cast<uintptr_t>(source) % 16 != 0)
+        fail("a bulk load of %u bytes from %p: both must be multiples of 16", bytes, source);
+    checked(block, destination, bytes, 16, "a bulk load");
+    Copy copy{&self(), &block, 0, Copy::LOAD, {}, {}, {}, barrier, 0};
+    copy.pieces.emplace_back(destination, bytes);
+    copy.global.push_back(static_cast<unsigned char*>(const_cast<void*>(source)));
+    start_load(std::move(copy));
+}
+
+namespace {
+
+void start_store(Copy copy) {
+    for (const unsigned char* place : copy.global)
+        if (place) check_write(place);
+    if (happens(temper.early)) read_content(copy);
+    copies.push_back(std::move(copy));
+    pause();
+}
+
+}  // namespace
+
+void store_box(unsigned rank, const void* map_pointer, const int* place, unsigned source) {
+    const Map map = map_at(rank, map_pointer, source, "a bulk store");
+    Fiber& fiber = self();
+    Copy copy{&fiber, &own_block(), fiber.bulk_group, Copy::STORE, {}, {}, {}, 0, 0};
+    divide(copy, map, place, source);
+    start_store(std::move(copy));
+}
+
+void store_bulk(void* destination, unsigned source, unsigned bytes) {
+    Fiber& fiber = self();
+    if (bytes == 0 || bytes % 16 != 0 || reinterpret_cast<uintptr_t>(destination) % 16 != 0)
+        fail("a bulk store of %u bytes to %p: both must be multiples of 16", bytes, destination);
+    checked(own_block(), source, bytes, 16, "a bulk store");
+    Copy copy{&fiber, &own_block(), fiber.bulk_group, Copy::STORE, {}, {}, {}, 0, 0};
+    copy.pieces.emplace_back(source, bytes);
+    copy.global.push_back(static_cast<unsigned char*>(destination));
+    start_store(std::move(copy));
+}
+
+void bulk_commit() { ++self().bulk_group; }
+
+void bulk_wait(unsigned pending) {
+    pause();
+    Fiber& fiber = self();
+    finish_all([&](const Copy& copy) {
+        return copy.fiber == &fiber && copy.kind == Copy::STORE &&
+               copy.group + pending < fiber.bulk_group;
+    });
+}
+
+void store_async(unsigned address, unsigned barrier, const void* value, unsigned bytes) {
+    Block& block = owner(address);
+    owner(barrier);
+    unsigned char* memory = checked(block, address, bytes, bytes, "st.async");
+    const auto* first = static_cast<const unsigned char*>(value);
+    Copy copy{&self(), &block, 0, Copy::LOAD, {{address, bytes}}, {nullptr}, {}, barrier, bytes};
+    copy.content.assign(first, first + bytes);
+    memset(memory, POISON, bytes);
+    barrier_at(block, barrier);
+    copies.push_back(std::move(copy));
+    pause();
+}
+
+void copy_async(unsigned destination, const void* source, unsigned bytes, unsigned read) {
+    Fiber& fiber = self();
+    if (reinterpret_cast<uintptr_t>(source) % bytes != 0 && read)
+        fail("cp.async of %u bytes from %p", bytes, source);
+    unsigned char* memory = shared_for_store(destination, bytes, bytes);
+    memset(memory, POISON, bytes);
+    Copy copy{&fiber, &own_block(), fiber.async_group, Copy::ASYNC, {}, {}, {}, 0, 0};
+    if (read) {
+        copy.pieces.emplace_back(destination, read);
+        copy.global.push_back(static_cast<unsigned char*>(const_cast<void*>(source)));
+    }
+    if (read < bytes) {
+        copy.pieces.emplace_back(destination + read, bytes - read);
+        copy.global.push_back(nullptr);
+    }
+    copies.push_back(std::move(copy));
+}
+
+void copy_async_commit() { ++self().async_group; }
+
+void copy_async_wait(unsigned pending) {
+    Fiber& fiber = self();
+    finish_all([&](const Copy& copy) {
+        return copy.fiber == &fiber && copy.kind == Copy::ASYNC &&
+               copy.group + pending < fiber.async_group;
+    });
+    pause();
+}
+
+}  // namespace emulator
