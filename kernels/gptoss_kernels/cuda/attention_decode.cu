@@ -1,7 +1,7 @@
 // Attention of few queries a sequence over the paged cache, as fast as memory gives keys and values.
 //
 // A pair is a sequence with one key-value head; its rows are all query heads of that head times the
-// sequence's queries. A tile is 64 keys with their values, of one pair: contiguous in the cache, or
+// sequence's queries. A tile is KEYS keys with their values, of one pair: contiguous in the cache, or
 // so many boxes of BOX slots. Each warp streams tiles through a ring of SLOTS of its own: nobody
 // else writes there or waits for it. It multiplies its pair's rows, as the left operand, with the
 // keys, keeps their softmax and what it weighs the values with in registers.
@@ -18,10 +18,10 @@
 //
 // Where a pair has more than ROWS rows they are as many pairs, which read the same keys.
 //
-// Defined by whoever compiles this: FP8, ROWS (8, 16, 32 or 64), BOX, PERSISTENT, WARPS, SLOTS,
+// Defined by whoever compiles this: FP8, ROWS (8, 16, 32 or 64), KEYS (32 or 64), BOX, PERSISTENT, WARPS, SLOTS,
 // BLOCKS (of a multiprocessor), SHARED_BYTES.
 
-constexpr int TILE = 64;  // keys
+constexpr int TILE = KEYS;
 constexpr int BOXES = TILE / BOX;
 constexpr int THREADS = WARPS * 32;
 constexpr int ROW_BYTES = FP8 ? 64 : 128;
@@ -34,7 +34,7 @@ constexpr int VECTORS = 4 * HALVES + 1;       // of four floats: what a lane kno
 constexpr int PIECE_VECTORS = M_TILES * VECTORS;
 constexpr int ROOM_BYTES = PIECE_VECTORS * 32 * 16;
 constexpr bool ROWS_IN_ROOM = M_TILES > 1;    // too many for the registers
-constexpr int STEP = M_TILES > 2 ? 32 : TILE;  // keys whose scores are in registers
+constexpr int STEP = M_TILES > 2 && TILE > 32 ? 32 : TILE;  // keys whose scores are in registers
 constexpr int STEPS = TILE / STEP;
 
 constexpr int ROOMS_OFFSET = WARPS * SLOTS * SLOT_BYTES;
@@ -262,28 +262,42 @@ struct Sums {
                            values[2 * i + 1][1]);
     }
 
-    __device__ __forceinline__ void add(const float4 (&vectors)[VECTORS]) {
-        float factor[HALVES];
+    // The first `count` of these, the others being anything finite. Without a branch: behind one the
+    // compiler would load what is in memory, one piece after the other.
+    template <int COUNT>
+    __device__ __forceinline__ void add(const float4 (&pieces)[COUNT][VECTORS], int count) {
+        float factors[COUNT][HALVES];
 #pragma unroll
         for (int half = 0; half < HALVES; ++half) {
-            const float4 v = vectors[VECTORS - 1];
-            const float other = half ? v.z : v.x, others_total = half ? v.w : v.y;
-            const float both = fmaxf(largest[half], other);
-            factor[half] = exp2_approx(other - both);
-            scale(half, exp2_approx(largest[half] - both));
-            largest[half] = both;
-            total[half] = fmaf(others_total, factor[half], total[half]);
+            const auto of_half = [&](int i) {
+                const float4 v = pieces[i][VECTORS - 1];
+                return half ? make_float2(v.z, v.w) : make_float2(v.x, v.y);
+            };
+            float most = largest[half];
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i)
+                most = fmaxf(most, i < count ? of_half(i).x : most);
+            scale(half, exp2_approx(largest[half] - most));
+            largest[half] = most;
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) {
+                factors[i][half] = i < count ? exp2_approx(of_half(i).x - most) : 0;
+                total[half] = fmaf(of_half(i).y, factors[i][half], total[half]);
+            }
         }
 #pragma unroll
-        for (int i = 0; i < VECTORS - 1; ++i) {
-            const int n = HALVES == 2 ? i : 2 * i, after = HALVES == 2 ? n : n + 1;
-            const int second = HALVES == 2 ? 2 : 0;
-            const float4 v = vectors[i];
-            const float factor_after = factor[HALVES - 1];
-            values[n][0] = fmaf(v.x, factor[0], values[n][0]);
-            values[n][1] = fmaf(v.y, factor[0], values[n][1]);
-            values[after][second] = fmaf(v.z, factor_after, values[after][second]);
-            values[after][second + 1] = fmaf(v.w, factor_after, values[after][second + 1]);
+        for (int i = 0; i < COUNT; ++i) {
+            const float first = factors[i][0], second = factors[i][HALVES - 1];
+#pragma unroll
+            for (int j = 0; j < VECTORS - 1; ++j) {
+                const float4 v = pieces[i][j];
+                float* low = HALVES == 2 ? values[j] : values[2 * j];
+                float* high = HALVES == 2 ? values[j] + 2 : values[2 * j + 1];
+                low[0] = fmaf(v.x, first, low[0]);
+                low[1] = fmaf(v.y, first, low[1]);
+                high[0] = fmaf(v.z, second, high[0]);
+                high[1] = fmaf(v.w, second, high[1]);
+            }
         }
     }
 };
@@ -720,18 +734,16 @@ struct Worker {
             Sums all;
             all.reset();
             for (int base = first; base <= last; base += AT_ONCE) {
-                float4 vectors[AT_ONCE][VECTORS];
+                float4 pieces[AT_ONCE][VECTORS];
 #pragma unroll
                 for (int i = 0; i < AT_ONCE; ++i) {
                     const int block = min(base + i, last);
                     const int slot = slot_of(block, block == first);
 #pragma unroll
                     for (int j = 0; j < VECTORS; ++j)
-                        vectors[i][j] = load_fresh(piece(slot, m * VECTORS + j));
+                        pieces[i][j] = load_fresh(piece(slot, m * VECTORS + j));
                 }
-#pragma unroll
-                for (int i = 0; i < AT_ONCE; ++i)
-                    if (base + i <= last) all.add(vectors[i]);
+                all.add(pieces, last + 1 - base);
             }
             store(walk, rows, m, all);
         }
@@ -770,11 +782,11 @@ struct Worker {
             barrier_wait(left(other, warp), exchange.taken >> other & 1);
 #pragma unroll
             for (int m = 0; m < M_TILES; ++m) {
-                float4 vectors[VECTORS];
+                float4 left_by[1][VECTORS];
 #pragma unroll
                 for (int i = 0; i < VECTORS; ++i)
-                    vectors[i] = load_float4(room(other, m * VECTORS + i));
-                sums[m].add(vectors);
+                    left_by[0][i] = load_float4(room(other, m * VECTORS + i));
+                sums[m].add(left_by, 1);
             }
             __syncwarp();
             if (lane == 0) barrier_arrive(taken(other, warp));

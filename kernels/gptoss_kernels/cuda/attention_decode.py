@@ -22,7 +22,7 @@ from gptoss_kernels.contracts import HEAD_DIM, MAXIMUM_DECODE_QUERIES
 from gptoss_kernels.cuda import runtime
 from gptoss_kernels.fp8 import E4M3
 
-_KEYS = 64  # of a tile
+_TILE_KEYS = 64
 _WINDOW_BOX = 16  # slots: a window's tiles begin at any multiple
 _WINDOW_WARPS = 3
 _UNBOUNDED = 2**30  # a window that hides nothing
@@ -89,15 +89,16 @@ def attention_decode(
 class DecodeTile:
     """What the kernel is compiled for.
 
-    rows: query heads times queries of a pair (8, 16, 32 or 64); more are taken in passes. box:
-    slots that one copy loads, at most a page. is_split: pairs are cut into equal ranges for all
-    blocks, else a block has one pair. warps: of a block; slots: of 64 keys and values, in each
-    warp's ring; blocks: on a multiprocessor; waves: of blocks, where pairs are split.
+    rows: query heads times queries of a pair (8, 16, 32 or 64); more are taken in passes. keys:
+    of a tile (32 or 64). box: slots that one copy loads, at most a page. is_split: pairs are cut
+    into equal ranges for all blocks, else a block has one pair. warps: of a block; slots: tiles in
+    each warp's ring; blocks: on a multiprocessor; waves: of blocks, where pairs are split.
     """
 
     rows: int
     is_fp8: bool = False
-    box: int = 64
+    keys: int = _TILE_KEYS
+    box: int = _TILE_KEYS
     is_split: bool = True
     warps: int = 4
     slots: int = 3
@@ -119,7 +120,7 @@ class DecodeTile:
     @property
     def shared_bytes(self) -> int:
         """The slots, rooms of warps, barriers of slots and of two warps, what finds the range."""
-        slot_bytes = 2 * _KEYS * HEAD_DIM * (1 if self.is_fp8 else 2)
+        slot_bytes = 2 * self.keys * HEAD_DIM * (1 if self.is_fp8 else 2)
         of_warp = self.slots * (slot_bytes + 8) + self.piece_bytes + self.warps * 16 + 4
         return math.ceil((self.warps * of_warp + 8) / 16) * 16
 
@@ -128,6 +129,7 @@ class DecodeTile:
         return {
             "ROWS": self.rows,
             "FP8": int(self.is_fp8),
+            "KEYS": self.keys,
             "BOX": self.box,
             "PERSISTENT": int(self.is_split),
             "WARPS": self.warps,
@@ -172,13 +174,13 @@ def choose_tile(
     rows = next((rows for rows in (8, 16, 32) if rows >= group * max_queries), 64)
     # A window's keys and the queries' own, from a multiple of 16 on.
     most_keys = (window or _UNBOUNDED) + max_queries - 1 + _WINDOW_BOX - 1
-    if most_keys <= _WINDOW_WARPS * _KEYS:
+    if most_keys <= _WINDOW_WARPS * _TILE_KEYS:
         # With 64 rows the compiler spills; the second pass finds its keys in L2.
         return DecodeTile(
-            min(rows, 32), is_fp8, _WINDOW_BOX, is_split=False, warps=_WINDOW_WARPS, slots=1
+            min(rows, 32), is_fp8, box=_WINDOW_BOX, is_split=False, warps=_WINDOW_WARPS, slots=1
         )
     warps, slots = _SPLIT[is_fp8][rows]
-    return DecodeTile(rows, is_fp8, min(page_size, _KEYS), warps=warps, slots=slots)
+    return DecodeTile(rows, is_fp8, box=min(page_size, _TILE_KEYS), warps=warps, slots=slots)
 
 
 def served_tiles(
@@ -285,7 +287,7 @@ def prepare(
     pairs = num_sequences * num_kv_heads * passes
     grid = pairs
     if tile.is_split:
-        most_tiles = pairs * math.ceil(table_width * page_size / _KEYS)
+        most_tiles = pairs * math.ceil(table_width * page_size / tile.keys)
         grid = max(1, min(_most_blocks(device, tile), most_tiles // tile.warps))
     caches = (cache.view(-1, HEAD_DIM) for cache in (key_cache, value_cache))
     swizzle = HEAD_DIM * key_cache.element_size()
