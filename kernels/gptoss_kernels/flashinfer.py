@@ -9,9 +9,10 @@ cache are ours. Against cuda/ this costs
 
 - the host's knowledge. Prefills are planned there: the first call with a batch's query_start,
   seq_lens and page_tables waits for the device, copies and plans; further calls with the very same
-  tensors take that plan. So these must not be written meanwhile, a step of the engine waits once
-  for each page group, and prefills are captured into a CUDA graph with one plan for all replays.
-  Decodes wait for nothing and replay for any lengths;
+  tensors take that plan. So these must not be written meanwhile if they were made in inference
+  mode, where PyTorch does not count that; a step of the engine waits once for each page group; and
+  prefills are captured into a CUDA graph with one plan for all replays. Decodes wait for nothing
+  and replay for any lengths;
 - launches for scales of e4m3. The library has one for all heads: here the query is multiplied by
   its head's key_scale and rounded to bf16, and what comes out by value_scale;
 - NaN: one before the window, in a page of which a query sees a later slot, reaches the result, for
@@ -254,6 +255,7 @@ class Prefill:
         """`template`: "fa2" for any cache, "fa3" for bf16."""
         self._form = form
         self._batch: Batch | None = None
+        self._written: list[int] = []
         self._num_decodes = 0
         self._rows = slice(0, 0)
         kind = "window" if form.window else "full"
@@ -295,6 +297,7 @@ class Prefill:
         return (
             self._batch is not None
             and all(own is other for own, other in zip(self._batch, batch, strict=True))
+            and self._written == _times_written(batch)
             and self._num_decodes == num_decodes
         )
 
@@ -324,6 +327,12 @@ class Prefill:
             )
         # Held, so that no other tensor can be taken for these.
         self._batch, self._num_decodes = batch, num_decodes
+        self._written = _times_written(batch)
+
+
+def _times_written(batch: Batch) -> list[int]:
+    """0 for tensors of inference mode, of which PyTorch does not count it."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in batch]
 
 
 @functools.lru_cache(maxsize=8)

@@ -285,6 +285,26 @@ def test_a_batch_is_planned_once_for_all_layers(stand_in) -> None:
     assert [wrapper.num_plans for wrapper in stand_in] == [8]
 
 
+def test_a_batch_that_is_written_is_planned_again(stand_in) -> None:
+    case = make_case(((200, 200),), heads=(8, 2))
+    case.run(attention)
+    case.query_start[1] = 100
+    case.seq_lens.fill_(100)
+    shorter = replace(case, query=case.query[:100].contiguous())
+    assert norm_error(shorter.run(attention), exact(shorter)) < BOUNDS[torch.bfloat16]
+    with torch.inference_mode():
+        case.seq_lens.fill_(110)
+        assert norm_error(shorter.run(attention), exact(shorter)) < BOUNDS[torch.bfloat16]
+
+
+def test_tensors_of_inference_mode_are_taken(stand_in) -> None:
+    with torch.inference_mode():
+        case = make_case(((200, 200), (64, 9)), heads=(8, 2))
+        for _ in range(2):
+            assert norm_error(case.run(attention), exact(case)) < BOUNDS[torch.bfloat16]
+    assert [wrapper.num_plans for wrapper in stand_in] == [1]
+
+
 def test_page_groups_have_plans_of_their_own(stand_in) -> None:
     full = make_case(PREFILLS, heads=(8, 2), garbage=GARBAGE)
     window = make_case(PREFILLS, heads=(8, 2), window=128, garbage=GARBAGE)
