@@ -1,7 +1,9 @@
 // Products of a warpgroup, and the formats of what it multiplies.
 #include <string.h>
 
+#include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "state.hpp"
 
@@ -225,6 +227,20 @@ void issue(void* const (&brought)[32]) {
     warp.products.push_back(std::move(issued));
 }
 
+// What is multiplied in 8 bits is added with few: all is cut off at 2^-12 of the largest. So chosen
+// that sums of 128 products are 3e-4 of their norm off, as they are on an H200: test_deepgemm.py.
+float narrow_sum(const float (&terms)[K_BYTES + 1]) {
+    const float wide_sum = std::accumulate(terms, std::end(terms), 0.f);
+    float largest = 0;
+    for (float term : terms) largest = std::max(largest, std::fabs(term));
+    if (largest == 0 || !std::isfinite(wide_sum)) return wide_sum;
+    const int place = std::ilogb(largest) - 12;
+    const double unit = std::ldexp(1.0, place), inverse = std::ldexp(1.0, -place);
+    int sum = 0;
+    for (float term : terms) sum += int(term * inverse);
+    return float(sum * unit);
+}
+
 void complete(Issued& issued, Warp& warp) {
     read_operands(issued, warp);
     for (auto [place, value] : issued.registers)
@@ -232,18 +248,19 @@ void complete(Issued& issued, Warp& warp) {
             fail("wrote to the registers of a matrix while a wgmma that reads them is under way");
     const unsigned columns = issued.product.columns;
     const unsigned k_elements = K_BYTES / element_bytes(issued.product.type);
+    const bool is_narrow = element_bytes(issued.product.type) == 1;
     const float sign = float(issued.product.a_sign * issued.product.b_sign);
     Sums& sums = *issued.sums;
     for (unsigned row = 0; row < 16; ++row) {
         const float* a = &issued.a.values[row * k_elements];
         for (unsigned column = 0; column < columns; ++column) {
             const float* b = &issued.b.values[column * k_elements];
-            float sum = 0;
-            for (unsigned k = 0; k < k_elements; ++k) sum += a[k] * b[k];
             const unsigned lane = row % 8 * 4 + column % 8 / 2;
             const unsigned i = column / 8 * 4 + row / 8 * 2 + column % 2;
             float& value = sums.values[lane * (columns / 2) + i];
-            value = (issued.accumulates ? value : 0) + sign * sum;
+            float terms[K_BYTES + 1] = {issued.accumulates ? value : 0};
+            for (unsigned k = 0; k < k_elements; ++k) terms[k + 1] = sign * a[k] * b[k];
+            value = is_narrow ? narrow_sum(terms) : std::accumulate(terms, std::end(terms), 0.f);
         }
     }
     if (--sums.users > 0) return;
