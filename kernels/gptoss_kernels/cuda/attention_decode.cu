@@ -83,7 +83,8 @@ struct Sequence {
     __device__ __forceinline__ Sequence(const Arguments& arguments, int index) {
         row = arguments.query_start[index];
         queries = arguments.query_start[index + 1] - row;
-        length = arguments.seq_lens[index];
+        // All three at once: the compiler would wait for the queries before it loads a length.
+        length = computed_here(arguments.seq_lens[index]);
         first = max(length - queries - arguments.window + 1, 0);
         tiles = queries > 0 ? (length - start() + TILE - 1) / TILE : 0;
     }
@@ -159,13 +160,14 @@ struct Walk {
     }
 };
 
-// Each thread counts the tiles of neighbouring sequences; the one that has the range's first says
-// where it lies.
+// Waits for the kernels before this one. Each thread counts the tiles of neighbouring sequences; the
+// one that has the range's first says where it lies.
 __device__ __forceinline__ Walk find_range(uint32_t shared, const Arguments& arguments, int warp,
                                            int lane, int& total) {
     const int each = (arguments.num_sequences + THREADS - 1) / THREADS;
     const int first = min(static_cast<int>(threadIdx.x) * each, arguments.num_sequences);
     const int last = min(first + each, arguments.num_sequences);
+    wait_for_previous_kernels();
     int own = 0;
     for (int index = first; index < last; ++index)
         own += Sequence(arguments, index).units(arguments);
@@ -213,13 +215,14 @@ __device__ __forceinline__ Walk find_range(uint32_t shared, const Arguments& arg
     return walk;
 }
 
-// The block's pair.
+// The block's pair; waits as well.
 __device__ __forceinline__ Walk own_pair(const Arguments& arguments) {
     Walk walk = {};
     const int pair = blockIdx.x / arguments.passes;
     walk.pass = blockIdx.x - pair * arguments.passes;
     walk.index = pair / arguments.num_kv_heads;
     walk.head = pair - walk.index * arguments.num_kv_heads;
+    wait_for_previous_kernels();
     walk.sequence = Sequence(arguments, walk.index);
     walk.last = walk.pass < walk.sequence.passes(arguments) ? walk.sequence.tiles : 0;
     return walk;
@@ -845,15 +848,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const uint32_t shared = shared_address(memory);
     const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);
     const int lane = threadIdx.x % 32;
-    constexpr int BARRIERS = (SCAN_OFFSET - FULL_OFFSET) / 8;
-    for (int i = threadIdx.x; i < BARRIERS; i += THREADS) barrier_init(shared + FULL_OFFSET + i * 8, 1);
-    barrier_init_fence();
+    if (lane == 0) {
+#pragma unroll
+        for (int slot = 0; slot < SLOTS; ++slot)
+            barrier_init(shared + FULL_OFFSET + (warp * SLOTS + slot) * 8, 1);
+#pragma unroll
+        for (int other = 0; other < WARPS; ++other) {
+            barrier_init(shared + LEFT_OFFSET + (warp * WARPS + other) * 8, 1);
+            barrier_init(shared + TAKEN_OFFSET + (warp * WARPS + other) * 8, 1);
+        }
+        barrier_init_fence();
+    }
     if (threadIdx.x == 0) {
         prefetch_map(&keys);
         prefetch_map(&values);
     }
     __syncthreads();
-    wait_for_previous_kernels();
     int total = 0;
     const Walk walk = PERSISTENT ? find_range(shared, arguments, warp, lane, total)
                                  : own_pair(arguments);
