@@ -11,7 +11,7 @@ namespace emulator {
 
 namespace {
 
-struct Map {  // as runtime.py packs it
+struct Map {  // as __init__.py packs it
     uint64_t mark;
     uint64_t address;
     uint32_t rank, element_bytes, swizzle_bytes;
@@ -20,7 +20,7 @@ struct Map {  // as runtime.py packs it
     uint16_t box[5];
     uint16_t unused[3];
 };
-static_assert(sizeof(Map) == 8 + 8 + 12 + 20 + 40 + 10 + 6, "as runtime.py packs it");
+static_assert(sizeof(Map) == 8 + 8 + 12 + 20 + 40 + 10 + 6, "as __init__.py packs it");
 constexpr uint64_t MAP_MARK = 0x50414D524F534E45;
 
 // Which bytes go where: in units that neither the swizzle nor the matrix's edge cuts.
@@ -92,6 +92,8 @@ void finish(Copy copy) {
         }
     }
     if (copy.kind == Copy::LOAD) {
+        for (auto [address, bytes] : copy.pieces)
+            std::fill_n(copy.block->loads.begin() + (address - FIRST_ADDRESS), bytes, false);
         Barrier& barrier = barrier_at(*copy.block, copy.barrier);
         add_bytes(barrier, copy.barrier, -int64_t(copy.bytes));
         settle(barrier);
@@ -118,17 +120,12 @@ void start_load(Copy copy) {
     for (auto [address, bytes] : copy.pieces) {
         unsigned char* memory = checked_async(*copy.block, address, bytes, 1, "a bulk load");
         memset(memory, POISON, bytes);
+        std::fill_n(copy.block->loads.begin() + (address - FIRST_ADDRESS), bytes, true);
         copy.bytes += bytes;
     }
     barrier_at(*copy.block, copy.barrier);
     copies.push_back(std::move(copy));
     pause();
-}
-
-template <typename Condition>
-void finish_all(Condition condition) {
-    for (size_t i = copies.size(); i-- > 0;)
-        if (condition(copies[i])) finish_copy(i);
 }
 
 }  // namespace
@@ -140,7 +137,7 @@ void load_box(unsigned rank, unsigned destination, const void* map_pointer, cons
     const Map map = map_at(rank, map_pointer, destination, "a bulk load");
     for (unsigned i = 0; i < block.cluster->blocks.size(); ++i) {
         if (multicast ? !(multicast >> i & 1) : i != block.rank) continue;
-        Copy copy{&self(), block.cluster->blocks[i].get(), 0, Copy::LOAD, {}, {}, {}, barrier, 0};
+        Copy copy{&self(), block.cluster->blocks[i].get(), Copy::LOAD, 0, barrier};
         if (copy.block->live == 0) fail("loads into a block of the cluster that has ended");
         divide(copy, map, place, destination);
         start_load(std::move(copy));
@@ -153,7 +150,7 @@ void load_bulk(unsigned destination, const void* source, unsigned bytes, unsigne
     if (bytes == 0 || bytes % 16 != 0 || reinterpret_cast<uintptr_t>(source) % 16 != 0)
         fail("a bulk load of %u bytes from %p: both must be multiples of 16", bytes, source);
     checked(block, destination, bytes, 16, "a bulk load");
-    Copy copy{&self(), &block, 0, Copy::LOAD, {}, {}, {}, barrier, 0};
+    Copy copy{&self(), &block, Copy::LOAD, 0, barrier};
     copy.pieces.emplace_back(destination, bytes);
     copy.global.push_back(static_cast<unsigned char*>(const_cast<void*>(source)));
     start_load(std::move(copy));
@@ -174,7 +171,7 @@ void start_store(Copy copy) {
 void store_box(unsigned rank, const void* map_pointer, const int* place, unsigned source) {
     const Map map = map_at(rank, map_pointer, source, "a bulk store");
     Fiber& fiber = self();
-    Copy copy{&fiber, &own_block(), fiber.bulk_group, Copy::STORE, {}, {}, {}, 0, 0};
+    Copy copy{&fiber, &own_block(), Copy::STORE, fiber.bulk_group};
     divide(copy, map, place, source);
     start_store(std::move(copy));
 }
@@ -184,7 +181,7 @@ void store_bulk(void* destination, unsigned source, unsigned bytes) {
     if (bytes == 0 || bytes % 16 != 0 || reinterpret_cast<uintptr_t>(destination) % 16 != 0)
         fail("a bulk store of %u bytes to %p: both must be multiples of 16", bytes, destination);
     checked(own_block(), source, bytes, 16, "a bulk store");
-    Copy copy{&fiber, &own_block(), fiber.bulk_group, Copy::STORE, {}, {}, {}, 0, 0};
+    Copy copy{&fiber, &own_block(), Copy::STORE, fiber.bulk_group};
     copy.pieces.emplace_back(source, bytes);
     copy.global.push_back(static_cast<unsigned char*>(destination));
     start_store(std::move(copy));
@@ -192,13 +189,34 @@ void store_bulk(void* destination, unsigned source, unsigned bytes) {
 
 void bulk_commit() { ++self().bulk_group; }
 
+namespace {
+
+// Of the thread's groups all but the last ones.
+bool is_waited_for(const Copy& copy, Copy::Kind kind, unsigned pending) {
+    const Fiber& fiber = self();
+    const unsigned open = kind == Copy::ASYNC ? fiber.async_group : fiber.bulk_group;
+    return copy.fiber == &fiber && copy.kind == kind && copy.group + pending < open;
+}
+
+void finish_all(Copy::Kind kind, unsigned pending) {
+    for (size_t i = copies.size(); i-- > 0;)
+        if (is_waited_for(copies[i], kind, pending)) finish_copy(i);
+}
+
+}  // namespace
+
 void bulk_wait(unsigned pending) {
     pause();
-    Fiber& fiber = self();
-    finish_all([&](const Copy& copy) {
-        return copy.fiber == &fiber && copy.kind == Copy::STORE &&
-               copy.group + pending < fiber.bulk_group;
-    });
+    finish_all(Copy::STORE, pending);
+}
+
+void bulk_wait_read(unsigned pending) {
+    pause();
+    for (Copy& copy : copies) {
+        if (!is_waited_for(copy, Copy::STORE, pending)) continue;
+        if (copy.content.empty()) read_content(copy);
+        copy.is_awaited = true;
+    }
 }
 
 void store_async(unsigned address, unsigned barrier, const void* value, unsigned bytes) {
@@ -206,7 +224,7 @@ void store_async(unsigned address, unsigned barrier, const void* value, unsigned
     owner(barrier);
     unsigned char* memory = checked(block, address, bytes, bytes, "st.async");
     const auto* first = static_cast<const unsigned char*>(value);
-    Copy copy{&self(), &block, 0, Copy::LOAD, {{address, bytes}}, {nullptr}, {}, barrier, bytes};
+    Copy copy{&self(), &block, Copy::LOAD, 0, barrier, bytes, {{address, bytes}}, {nullptr}};
     copy.content.assign(first, first + bytes);
     memset(memory, POISON, bytes);
     barrier_at(block, barrier);
@@ -220,7 +238,7 @@ void copy_async(unsigned destination, const void* source, unsigned bytes, unsign
         fail("cp.async of %u bytes from %p", bytes, source);
     unsigned char* memory = shared_for_store(destination, bytes, bytes);
     memset(memory, POISON, bytes);
-    Copy copy{&fiber, &own_block(), fiber.async_group, Copy::ASYNC, {}, {}, {}, 0, 0};
+    Copy copy{&fiber, &own_block(), Copy::ASYNC, fiber.async_group};
     if (read) {
         copy.pieces.emplace_back(destination, read);
         copy.global.push_back(static_cast<unsigned char*>(const_cast<void*>(source)));
@@ -235,11 +253,7 @@ void copy_async(unsigned destination, const void* source, unsigned bytes, unsign
 void copy_async_commit() { ++self().async_group; }
 
 void copy_async_wait(unsigned pending) {
-    Fiber& fiber = self();
-    finish_all([&](const Copy& copy) {
-        return copy.fiber == &fiber && copy.kind == Copy::ASYNC &&
-               copy.group + pending < fiber.async_group;
-    });
+    finish_all(Copy::ASYNC, pending);
     pause();
 }
 

@@ -269,6 +269,7 @@ std::unique_ptr<Block> make_block(Index index, unsigned rank, unsigned cluster_s
     memset(block->memory + bytes - STATIC_BYTES, POISON, STATIC_BYTES);
     block->static_end = shared_end() - STATIC_BYTES;
     block->writer.resize(bytes);
+    block->loads.resize(bytes);
     const unsigned threads = block_size.x * block_size.y * block_size.z;
     block->live = threads;
     block->warps.resize((threads + 31) / 32);
@@ -305,10 +306,14 @@ void check_ended(Block& block) {
     auto complain = [&](const std::string& what) {
         if (failure.empty()) failure = name(block) + " " + what;
     };
-    for (const Copy& copy : copies)
-        if (copy.block == &block)
-            complain(copy.kind == Copy::STORE ? "ends before its bulk stores were waited for"
-                                              : "ends while a copy into its memory is under way");
+    for (size_t i = copies.size(); i-- > 0;) {
+        if (copies[i].block != &block) continue;
+        if (copies[i].kind != Copy::STORE)
+            complain("ends while a copy into its memory is under way");
+        else if (!copies[i].is_awaited)
+            complain("ends before its bulk stores were waited for");
+        if (failure.empty()) finish_copy(i);
+    }
     if (!block.has_waited) complain("never waits for the kernels before this one");
     for (const Warp& warp : block.warps)
         if (!warp.products.empty()) complain("ends while a wgmma is under way");
@@ -319,32 +324,31 @@ void check_ended(Block& block) {
         if (block.memory[i] != GUARD) return complain("wrote beyond its dynamic shared memory");
 }
 
+std::string words(const Reason& reason) {
+    char text[256];
+    if (const Barrier* barrier = reason.barrier)
+        snprintf(text, sizeof text,
+                 "wait at the mbarrier at %#x for parity %u (phase %u: %u of %u arrivals and %lld "
+                 "bytes to come)",
+                 reason.number, reason.parity, barrier->phase, barrier->pending, barrier->expected,
+                 (long long)barrier->bytes);
+    else if (const NamedBarrier* barrier = reason.named)
+        snprintf(text, sizeof text, "wait at named barrier %u (%zu of %u threads are there)",
+                 reason.number, barrier->arrived.size(), barrier->threads);
+    else if (reason.lanes_in)
+        snprintf(text, sizeof text, "%s %s, mask %#x", reason.what, reason.lanes_in, reason.number);
+    else
+        return reason.what;
+    return text;
+}
+
+// Which threads wait where, those together that wait at one place for one thing.
 void describe(std::string& text, const Block& block) {
     std::map<std::string, std::vector<unsigned>> threads;
     for (const Warp& warp : block.warps)
         for (const Fiber& fiber : warp.fibers) {
-            const Reason& reason = fiber.reason;
-            char text[256];
-            if (!strcmp(reason.what, "waits at mbarrier")) {
-                const Barrier& barrier = block.barriers.at(reason.number);
-                snprintf(text, sizeof text,
-                         "wait at the mbarrier at %#x for parity %u (phase %u: %u of %u arrivals "
-                         "and %lld bytes to come)",
-                         reason.number, reason.parity, barrier.phase, barrier.pending,
-                         barrier.expected, (long long)barrier.bytes);
-            } else if (!strcmp(reason.what, "waits at named barrier")) {
-                const NamedBarrier& barrier = block.named[reason.number];
-                snprintf(text, sizeof text,
-                         "wait at named barrier %u (%zu of %u threads are there)", reason.number,
-                         barrier.arrived.size(), barrier.threads);
-            } else if (*reason.detail) {
-                snprintf(text, sizeof text, "%s %s, mask %#x", reason.what, reason.detail,
-                         reason.number);
-            } else {
-                snprintf(text, sizeof text, "%s", reason.what);
-            }
             const bool is_live = warp.live >> fiber.lane & 1;
-            const std::string line = text + (is_live ? trace(fiber) : "");
+            const std::string line = words(fiber.reason) + (is_live ? trace(fiber) : "");
             threads[line].push_back(warp.number * 32 + fiber.lane);
         }
     for (const auto& [line, numbers] : threads) {

@@ -66,6 +66,7 @@ void load_bulk(unsigned destination, const void* source, unsigned bytes, unsigne
 void store_bulk(void* destination, unsigned source, unsigned bytes);
 void bulk_commit();
 void bulk_wait(unsigned pending);
+void bulk_wait_read(unsigned pending);  // until the sources have been read
 void store_async(unsigned address, unsigned barrier, const void* value, unsigned bytes);
 void copy_async(unsigned destination, const void* source, unsigned bytes, unsigned read);
 void copy_async_commit();

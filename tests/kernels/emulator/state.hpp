@@ -32,10 +32,16 @@ struct Block;
 
 using Waiters = std::vector<Fiber*>;
 
+struct Barrier;
+struct NamedBarrier;
+
+// Why a fiber does not run.
 struct Reason {
     const char* what = "run";
-    const char* detail = "";
+    const char* lanes_in = nullptr;  // an instruction of a whole warp
     unsigned number = 0, parity = 0;
+    const Barrier* barrier = nullptr;
+    const NamedBarrier* named = nullptr;
 };
 
 struct Fiber : Thread {
@@ -121,6 +127,7 @@ struct Block {
     unsigned static_end;
     std::unordered_map<const void*, unsigned> statics;
     std::vector<Fiber*> writer;  // of each byte that no fence has shown to the other proxy
+    std::vector<bool> loads;     // into each byte: one is under way
     std::map<unsigned, Barrier> barriers;
     NamedBarrier named[16];
     std::vector<Warp> warps;
@@ -135,13 +142,14 @@ struct Block {
 struct Copy {
     Fiber* fiber;
     Block* block;  // whose shared memory it reads or writes
-    unsigned group;
     enum Kind { LOAD, STORE, ASYNC } kind;
-    std::vector<std::pair<unsigned, unsigned>> pieces;  // shared address, bytes
-    std::vector<unsigned char*> global;                 // for each piece; null: outside
-    std::vector<unsigned char> content;                 // if it was read before
+    unsigned group = 0;  // of its thread's, but for a load
     unsigned barrier = 0;
     unsigned bytes = 0;  // counted at the barrier
+    std::vector<std::pair<unsigned, unsigned>> pieces = {};  // shared address, bytes
+    std::vector<unsigned char*> global = {};                 // for each piece; null: outside
+    std::vector<unsigned char> content = {};                 // if it was read before
+    bool is_awaited = false;                                 // until its source was read
 };
 
 // What the kernels before this one write: until they have ended there is something else.
@@ -150,7 +158,7 @@ struct Late {
     uint64_t bytes;
 };
 
-struct Setting {  // as runtime.py packs it
+struct Setting {  // as __init__.py packs it
     unsigned grid[3], block[3];
     unsigned shared_bytes;
     unsigned resident;  // clusters at work at a time
@@ -197,6 +205,9 @@ unsigned shared_end();
 Block& owner(unsigned& address);
 unsigned char* checked(Block& block, unsigned address, unsigned bytes, unsigned alignment,
                        const char* what);
+// Where no bulk load may be under way.
+unsigned char* checked_stored(Block& block, unsigned address, unsigned bytes, unsigned alignment,
+                              const char* what);
 // For the copy engine and the tensor cores, to which a thread's stores are unknown until its fence.
 unsigned char* checked_async(Block& block, unsigned address, unsigned bytes, unsigned alignment,
                              const char* what);

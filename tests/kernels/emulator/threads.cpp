@@ -40,9 +40,19 @@ unsigned char* checked(Block& block, unsigned address, unsigned bytes, unsigned 
     return block.memory + (address - FIRST_ADDRESS);
 }
 
+unsigned char* checked_stored(Block& block, unsigned address, unsigned bytes, unsigned alignment,
+                              const char* what) {
+    unsigned char* memory = checked(block, address, bytes, alignment, what);
+    for (unsigned i = 0; i < bytes; ++i)
+        if (block.loads[address - FIRST_ADDRESS + i])
+            fail("%s at shared address %#x, while a bulk load into it is under way", what,
+                 address + i);
+    return memory;
+}
+
 unsigned char* checked_async(Block& block, unsigned address, unsigned bytes, unsigned alignment,
                              const char* what) {
-    unsigned char* memory = checked(block, address, bytes, alignment, what);
+    unsigned char* memory = checked_stored(block, address, bytes, alignment, what);
     for (unsigned i = 0; i < bytes; ++i)
         if (const Fiber* writer = block.writer[address - FIRST_ADDRESS + i])
             fail("%s at shared address %#x, where thread %u of %s stored without a "
@@ -61,7 +71,7 @@ unsigned char* shared(unsigned address, unsigned bytes, unsigned alignment) {
 unsigned char* shared_for_store(unsigned address, unsigned bytes, unsigned alignment) {
     pause();
     Block& block = owner(address);
-    unsigned char* memory = checked(block, address, bytes, alignment, "a store");
+    unsigned char* memory = checked_stored(block, address, bytes, alignment, "a store");
     std::fill_n(block.writer.begin() + (address - FIRST_ADDRESS), bytes, &self());
     self().stored.emplace_back(address + ((block.rank + 1) << RANK_SHIFT), bytes);
     return memory;
@@ -141,7 +151,7 @@ void settle(NamedBarrier& barrier, unsigned threads) {
 
 namespace {
 
-void arrive(NamedBarrier& barrier, unsigned id, unsigned threads, bool waits, const char* what) {
+void arrive(NamedBarrier& barrier, unsigned id, unsigned threads, bool waits) {
     Fiber& fiber = self();
     if (std::find(barrier.arrived.begin(), barrier.arrived.end(), &fiber) != barrier.arrived.end())
         fail("arrives twice at named barrier %u before all have", id);
@@ -149,7 +159,8 @@ void arrive(NamedBarrier& barrier, unsigned id, unsigned threads, bool waits, co
     barrier.arrived.push_back(&fiber);
     settle(barrier, threads);
     if (waits)
-        while (barrier.generation == generation) wait(barrier.waiters, {what, "", id});
+        while (barrier.generation == generation)
+            wait(barrier.waiters, {"wait", nullptr, id, 0, nullptr, &barrier});
     pause();
 }
 
@@ -157,7 +168,8 @@ void arrive(NamedBarrier& barrier, unsigned id, unsigned threads, bool waits, co
 
 void block_sync() {
     Block& block = own_block();
-    arrive(block.named[0], 0, block.live, true, "wait in __syncthreads");
+    block.named[0].threads = block.live;
+    arrive(block.named[0], 0, block.live, true);
 }
 
 void named_barrier(unsigned id, unsigned threads, bool waits) {
@@ -171,7 +183,7 @@ void named_barrier(unsigned id, unsigned threads, bool waits) {
         fail("named barrier %u for %u threads, where others wait for %u", id, threads,
              barrier.threads);
     together(ALL, waits ? "bar.sync" : "bar.arrive", nullptr, nullptr);
-    arrive(barrier, id, threads, waits, "waits at named barrier");
+    arrive(barrier, id, threads, waits);
 }
 
 void cluster_arrive() {
@@ -273,7 +285,7 @@ bool barrier_try_wait(unsigned address, unsigned parity) {
         return true;
     }
     if (happens(64)) return pause(true), false;  // as after its time limit
-    wait(barrier.waiters, {"waits at mbarrier", "", address, parity});
+    wait(barrier.waiters, {"wait", nullptr, address, parity, &barrier});
     return has_passed(barrier, parity);
 }
 

@@ -8,7 +8,7 @@ the order of operands. An instruction that is unknown is refused by its name.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,7 +81,8 @@ _FAMILIES: tuple[tuple[str, str | None], ...] = (
     ),
     (r"cp\.async\.bulk\.global\.shared::cta\.bulk_group(\.L2::cache_hint)?", "store_bulk"),
     (r"cp\.async\.bulk\.commit_group", "emulator::bulk_commit"),
-    (r"cp\.async\.bulk\.wait_group(\.read)?", "emulator::bulk_wait"),
+    (r"cp\.async\.bulk\.wait_group", "emulator::bulk_wait"),
+    (r"cp\.async\.bulk\.wait_group\.read", "emulator::bulk_wait_read"),
     (r"cp\.async\.c[ag]\.shared(::cta)?\.global(\.L2::\w+)*", "copy_async"),
     (r"cp\.async\.commit_group", "emulator::copy_async_commit"),
     (r"cp\.async\.wait_group", "emulator::copy_async_wait"),
@@ -260,16 +261,12 @@ def _instructions(template: str) -> Iterator[str]:
         )
 
     text = re.sub(r"//[^\n]*|/\*.*?\*/", "", template, flags=re.DOTALL)
-    for statement in re.split(r"(?<![\w,\]}\s%])\s*([{}])|;|\n\s*([{}])\s*(?=\n|$)", text):
-        statement = (statement or "").strip()
-        if statement in ("{", "}"):
-            yield statement
+    while text := text.lstrip():
+        if text[0] in "{}":  # no statement begins with one
+            yield text[0]
+            text = text[1:]
             continue
-        while statement and statement[0] in "{}" and not re.match(r"\{[^;]*\}\s*,", statement):
-            yield statement[0]
-            statement = statement[1:].strip()
-        if not statement:
-            continue
+        statement, _, text = text.partition(";")
         if declared := re.fullmatch(r"\.reg\s*\.(\w+)\s+(.*)", statement, re.DOTALL):
             names = [name.strip() for name in declared[2].split(",")]
             registers.update({name: f"register_{name}" for name in names})
@@ -279,9 +276,9 @@ def _instructions(template: str) -> Iterator[str]:
         if guarded := re.match(r"@(!?)(\w+)\s+", statement):
             guard = f"if ({guarded[1]}{named(guarded[2])}) "
             statement = statement[guarded.end() :]
-        name, _, rest = statement.partition(" ")
-        operands = _split(named(rest), ",") if rest.strip() else []
-        yield guard + "{ " + _call(name.strip(), operands) + " }"
+        name, _, rest = statement.strip().partition(" ")
+        operands = _split(named(rest), ",") if rest else []
+        yield guard + "{ " + _call(name, operands) + " }"
 
 
 def _statement(arguments: str) -> str:
@@ -336,7 +333,8 @@ def _without_asm(source: str) -> str:
 # ---- the language ------------------------------------------------------------------------------
 
 _DYNAMIC = re.compile(
-    r"extern\s+__shared__\s+(?:__align__\(\w+\)\s+|alignas\(\w+\)\s+)?([\w\s]+?)\s*(\w+)\s*\[\s*\]\s*;"
+    r"extern\s+__shared__\s+(?:(?:__align__|alignas)\(\w+\)\s+)?"
+    r"([\w\s]+?)\s*(\w+)\s*\[\s*\]\s*;"
 )
 _STATIC = re.compile(r"__shared__\s+(?:(?:__align__|alignas)\((\w+)\)\s+)?([\w:<>]+)\s+([^;]*);")
 _PARAMETERS = r"__global__[^;{]*?\b%s\s*\("
@@ -346,29 +344,26 @@ def _dynamic(found: re.Match[str]) -> str:
     return f"{found[1]}* const {found[2]} = ({found[1]}*)emulator::dynamic_shared();"
 
 
-def _static_variables() -> Callable[[re.Match[str]], str]:
-    def replace(found: re.Match[str]) -> str:
-        alignment, kind, declared = found[1] or "16", found[2], found[3]
-        lines = []
-        for variable in _split(declared, ","):
-            match = re.fullmatch(r"\s*(\w+)\s*((?:\[[^\]]*\]\s*)*)", variable)
-            assert match, f"a shared variable: {found[0]}"
-            of = f"{match[1]}_type_"
-            lines.append(
-                f"using {of} = {kind}{match[2].strip()}; static const char {match[1]}_place_ = 0; "
-                f"{of}& {match[1]} = *({of}*)emulator::static_shared("
-                f"&{match[1]}_place_, sizeof({of}), {alignment});"
-            )
-        return " ".join(lines)
-
-    return replace
+def _static(found: re.Match[str]) -> str:
+    alignment, kind, declared = found[1] or "16", found[2], found[3]
+    lines = []
+    for variable in _split(declared, ","):
+        match = re.fullmatch(r"\s*(\w+)\s*((?:\[[^\]]*\]\s*)*)", variable)
+        assert match, f"a shared variable: {found[0]}"
+        of = f"{match[1]}_type_"
+        lines.append(
+            f"using {of} = {kind}{match[2].strip()}; static const char {match[1]}_place_ = 0; "
+            f"{of}& {match[1]} = *({of}*)emulator::static_shared("
+            f"&{match[1]}_place_, sizeof({of}), {alignment});"
+        )
+    return " ".join(lines)
 
 
 def translate(source: str, kernel: str) -> str:
     """The text of a kernel, and below it what launches `kernel`."""
     text = _without_asm(source)
     text = _DYNAMIC.sub(_dynamic, text)
-    text = _STATIC.sub(_static_variables(), text)
+    text = _STATIC.sub(_static, text)
     signature = re.search(_PARAMETERS % re.escape(kernel), text)
     cluster = signature and re.search(r"__cluster_dims__\(([^()]*)\)", signature[0])
     size = " * ".join(f"({each})" for each in _split(cluster[1], ",")) if cluster else "1"
