@@ -211,7 +211,7 @@ WRONG: dict[str, tuple[Callable[[str], str], dict[str, Any]]] = {
         {},
     ),
     "sums that are not there": (
-        without("barrier_wait(left(other, warp), exchange.taken >> other & 1);"),
+        without("barrier_wait(left(others[i], warp), exchange.taken >> others[i] & 1);"),
         {},
     ),
     "pieces of the wrong blocks": (

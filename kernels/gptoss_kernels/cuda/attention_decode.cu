@@ -779,20 +779,33 @@ struct Worker {
 
     __device__ __forceinline__ void add_up(Sums (&sums)[M_TILES], Exchange& exchange,
                                            uint32_t leaving) const {
+        constexpr int MOST = WARPS > 4 ? 4 : WARPS > 1 ? WARPS - 1 : 1;
+        constexpr int AT_ONCE = M_TILES > 1 ? 1 : HALVES == 2 ? (MOST + 1) / 2 : MOST;
 #pragma unroll 1
-        for (int other = 0; other < WARPS; ++other) {
-            if (!(leaving >> other & 1)) continue;
-            barrier_wait(left(other, warp), exchange.taken >> other & 1);
+        for (uint32_t rest = leaving; rest != 0;) {
+            int others[AT_ONCE], count = 0;
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                others[i] = rest != 0 ? __ffs(rest) - 1 : others[0];
+                if (rest == 0) continue;
+                barrier_wait(left(others[i], warp), exchange.taken >> others[i] & 1);
+                rest &= rest - 1;
+                ++count;
+            }
 #pragma unroll
             for (int m = 0; m < M_TILES; ++m) {
-                float4 left_by[1][VECTORS];
+                float4 pieces[AT_ONCE][VECTORS];
 #pragma unroll
-                for (int i = 0; i < VECTORS; ++i)
-                    left_by[0][i] = load_float4(room(other, m * VECTORS + i));
-                sums[m].add(left_by, 1);
+                for (int i = 0; i < AT_ONCE; ++i)
+#pragma unroll
+                    for (int j = 0; j < VECTORS; ++j)
+                        pieces[i][j] = load_float4(room(others[i], m * VECTORS + j));
+                sums[m].add(pieces, count);
             }
             __syncwarp();
-            if (lane == 0) barrier_arrive(taken(other, warp));
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i)
+                if (lane == i && i < count) barrier_arrive(taken(others[i], warp));
         }
         exchange.taken ^= leaving;
     }
