@@ -15,7 +15,7 @@ from torch import Tensor
 from triton import knobs
 
 from gptoss_kernels.contracts import Decodes
-from gptoss_kernels.triton_lang import attention_decode, attention_prefill, device
+from gptoss_kernels.triton_lang import attention_decode, device
 from gptoss_kernels.triton_lang.attention import attention
 from gptoss_kernels.triton_lang.attention_decode import Split
 from gptoss_kernels.triton_lang.attention_prefill import Tile
@@ -294,15 +294,6 @@ def test_a_bad_output_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=re.escape(sentence)):
             case.run(functools.partial(attention, out=out))
-
-
-def test_a_tile_of_keys_is_at_most_a_page() -> None:
-    for page_size in (16, 32, 64, 128, 256):
-        for group in (1, 2, 4, 8, 16):
-            for window in (None, 128):
-                tile = attention_prefill.choose_tile(page_size, window)
-                assert tile.keys <= page_size
-                assert tile.rows % group == 0
 
 
 def attend_without_memory(dtype: torch.dtype, window: int | None, max_queries: int) -> None:

@@ -50,8 +50,8 @@ class Split(NamedTuple):
     programs: int = 4
 
 
-def choose_split(page_size: int, rows: int) -> Split:
-    return Split(min(64, page_size), warps=max(1, rows // 16))
+def choose_split(rows: int) -> Split:
+    return Split(64, warps=rows // _LEAST_ROWS)
 
 
 def attention_decode(
@@ -80,7 +80,7 @@ def attention_decode(
     if value_cache.dtype == torch.float8_e4m3fn:
         value_cache = value_cache.view(torch.uint16)  # see _add_tiles
     if split is None:
-        split = choose_split(page_size, rows)
+        split = choose_split(rows)
     if window is None:
         num_shares = -(-split.programs * device.num_multiprocessors(query) // num_kv_heads)
         most_tiles = num_sequences * -(-most_pages * page_size // split.keys)
@@ -252,7 +252,9 @@ def _add_tiles(
 
 @triton.jit(
     do_not_specialize=["scale", "num_sequences", "table_pitch", "num_shares"],
-    do_not_specialize_on_alignment=["sinks", "query_start", "seq_lens", "page_tables"],
+    do_not_specialize_on_alignment=[
+        *("key_scale", "value_scale", "sinks", "query_start", "seq_lens", "page_tables")
+    ],
 )
 def _attend(
     query,
@@ -340,7 +342,7 @@ def _attend(
 
 @triton.jit(
     do_not_specialize=["num_sequences", "num_shares", "room"],
-    do_not_specialize_on_alignment=["sinks", "query_start", "seq_lens"],
+    do_not_specialize_on_alignment=["value_scale", "sinks", "query_start", "seq_lens"],
 )
 def _combine(
     sums,

@@ -36,7 +36,7 @@ from gptoss_kernels.triton_lang.attention_tile import (
 
 
 class Tile(NamedTuple):
-    """How one program computes: `rows` of queries (heads times tokens) by `keys`, at most a page.
+    """How one program computes: `rows` of queries (heads times tokens) by `keys`.
 
     boxes: tiles of keys that share one step of the softmax, 1 or 2. stages: slots of the ring that
     loads run ahead in. quantises: with a cache of e4m3 queries are rounded to it, too, and not keys
@@ -51,10 +51,13 @@ class Tile(NamedTuple):
     quantises: bool = False
 
 
-def choose_tile(page_size: int, window: int | None) -> Tile:
-    if window is not None:
-        return Tile(128, min(64, page_size))
-    return Tile(64, min(64, page_size), boxes=2)
+def choose_tile(window: int | None, *, is_fp8: bool) -> Tile:
+    if window is not None and is_fp8:
+        return Tile(64, 64)
+    # Two warpgroups share what is copied, which is much with a window, or what is widened.
+    if window is not None or is_fp8:
+        return Tile(128, 64, warps=8)
+    return Tile(64, 64, boxes=2)
 
 
 def attention_prefill(
@@ -79,9 +82,10 @@ def attention_prefill(
     group = num_heads // num_kv_heads
     is_fp8 = key_cache.dtype == torch.float8_e4m3fn
     if tile is None:
-        tile = choose_tile(page_size, window)
+        tile = choose_tile(window, is_fp8=is_fp8)
     boxes = None, None
-    if window is None and device.has_copy_engine(query):
+    # A box of the copy engine lies in one page.
+    if window is None and tile.keys <= page_size and device.has_copy_engine(query):
         shape = [num_pages * num_kv_heads * page_size, head_dim]
         boxes = (
             TensorDescriptor(cache, shape, [head_dim, 1], [tile.keys, head_dim])
@@ -218,7 +222,9 @@ def _add_masked_tiles(
 
 @triton.jit(
     do_not_specialize=["scale", "num_sequences", "table_pitch"],
-    do_not_specialize_on_alignment=["sinks", "query_start", "seq_lens", "page_tables"],
+    do_not_specialize_on_alignment=[
+        *("key_scale", "value_scale", "sinks", "query_start", "seq_lens", "page_tables")
+    ],
 )
 def _attend(
     query,
