@@ -30,6 +30,7 @@ FULL_TILES = (
     PrefillTile(turns=0, polynomials=1),
     PrefillTile(turns=1, slack=0),
     PrefillTile(overlaps=False, is_dynamic=False),
+    PrefillTile(is_optimistic=True),
     PrefillTile(warpgroups=2, block=192, stages=3, polynomials=2),
     PrefillTile(warpgroups=1, block=64, stages=2, query_slots=1, blocks=3, polynomials=3),
 )
@@ -100,16 +101,24 @@ def test_page_tables_are_read_in_pieces_of_32_boxes(page_size: int) -> None:
     assert emulated_errors(case).within(BF16_BOUNDS)
 
 
-@pytest.mark.parametrize("tile", [None, FULL_TILES[0], FULL_TILES[2]], ids=str)
+@pytest.mark.parametrize(
+    "tile",
+    [None, FULL_TILES[2], FULL_TILES[3], PrefillTile(is_optimistic=True, polynomials=3)],
+    ids=str,
+)
 @pytest.mark.parametrize("rise", [0.05, 2.0, 400.0])
 def test_references_rise_from_block_to_block(tile: PrefillTile | None, rise: float) -> None:
-    """Keys are read from the last one on, so scores that fall along a sequence rise here."""
-    case = make_case([(700, 40)], heads=(8, 1), page_size=64, scores="plain", seed=1)
+    assert emulated_errors(falling_scores(rise), tile).within(BF16_BOUNDS)
+
+
+def falling_scores(fall: float) -> Case:
+    """From each page to the next. Keys are read from the last one on, so they rise there."""
+    case = make_case([(700, 40)], heads=(8, 1), scores="plain", seed=1)
     case.query[..., 0] = 8
     for column, page in enumerate(case.page_tables[0, :11].tolist()):
         keys = case.key_cache[page, :, :, 0]
-        keys.copy_(torch.where(keys.isnan(), keys, torch.tensor(-rise * column).bfloat16()))
-    assert emulated_errors(case, tile).within(BF16_BOUNDS)
+        keys.copy_(torch.where(keys.isnan(), keys, torch.tensor(-fall * column).bfloat16()))
+    return case
 
 
 def test_only_named_rows_are_written() -> None:
@@ -135,6 +144,13 @@ def test_blocks_in_any_number_give_equal_bits() -> None:
             given.append(attend(case))
     assert given[0].equal(given[1])
     assert given[0].equal(given[2])
+
+
+@pytest.mark.parametrize("line", ["multiply_keys_again();", "total[0] = total_before[0];"])
+def test_bounds_see_an_optimist_who_is_wrong(line: str) -> None:
+    case = falling_scores(400.0)
+    tile = PrefillTile(is_optimistic=True)
+    assert not emulated_errors(case, tile, change=without(line)).within(BF16_BOUNDS)
 
 
 def without(line: str) -> Callable[[str], str]:

@@ -10,6 +10,10 @@
 // `reference`, at least SLACK below their maximum so far: a power is at most 2^SLACK, and sums are
 // rescaled only when a maximum has outgrown the reference by that. The sink joins the sum at the end.
 //
+// IS_OPTIMISTIC: where nothing is masked, no maximum is looked for either. Powers are taken relative
+// to the reference as it is, and only if their sum comes out too large does the warp multiply these
+// keys once more, by itself, and raise its references first.
+//
 // Keys come from the last to the first, so that the block that the diagonal crosses, and that ends
 // with slots of nobody, is the first one, which is written out. OVERLAPS: scores of the next block
 // are multiplied beside the values of this one, whose sums are waited for after the next powers.
@@ -18,7 +22,7 @@
 //
 // Defined by whoever compiles this: WARPGROUPS, BLOCK_N, STAGES, QUERY_SLOTS, BLOCKS (on a
 // multiprocessor), OVERLAPS, TURNS, POLYNOMIALS (of 8 powers, those on the multiply-add
-// units), SLACK, HAS_WINDOW, IS_DYNAMIC (tiles go to whichever block is free), COUNTERS,
+// units), SLACK, IS_OPTIMISTIC, HAS_WINDOW, IS_DYNAMIC (tiles go to whichever block is free), COUNTERS,
 // SHARED_BYTES, MATH_REGISTERS, PRODUCER_REGISTERS.
 
 constexpr int D = 64;
@@ -57,6 +61,8 @@ constexpr int GROUP_BARRIER = TURN_BARRIER + WARPGROUPS;
 
 constexpr uint32_t ALL_LANES = 0xFFFFFFFF;
 constexpr float LOG2_E = 1.44269504f;
+// Of a lane's powers of one row, where no maximum is looked for.
+constexpr float MAXIMUM_TOTAL = 1.09951163e12f;  // 2^40
 // Below every score, and its difference to one is no NaN.
 constexpr float NO_REFERENCE = -1e37f;
 
@@ -344,10 +350,11 @@ struct Cleaner {
 
 // ---- warpgroups that multiply ----------------------------------------------------------------
 
-// 2^x for x of at most 127, to 8e-5 of its value; 2^-126 below that. On the multiply-add units.
+// 2^x to 8e-5 of its value, for x below -126 2^-126. On the multiply-add units.
 __device__ __forceinline__ float exp2_polynomial(float x) {
     constexpr float TO_INTEGER = 12582912.f;  // 1.5 * 2^23: the sum's last bit is worth 1
     x = fmaxf(x, -126.f);
+    if (IS_OPTIMISTIC) x = fminf(x, 127.f);
     const float shifted = x + TO_INTEGER;
     const float rest = x - (shifted - TO_INTEGER);
     float power = fmaf(rest, 0.0551716685f, 0.242611125f);
@@ -430,24 +437,25 @@ struct Math {
         wgmma_commit();
     }
 
+    // The last key that a row's token sees, counted from the tile's first; of rows without a token
+    // the last one's.
+    __device__ __forceinline__ int last_key(int row) const {
+        return tile.position - tile.first_key +
+               min(row >> arguments.log_group, tile.num_tokens - 1);
+    }
+
     // Scores of keys that a row's token does not see become -inf, whatever they are.
     __device__ __forceinline__ void mask(int block) {
-        const int first_key = tile.first_key + block * BLOCK_N;
-        const int first_token = tile.position + (warp_row >> arguments.log_group);
-        const int last_token = tile.position + ((warp_row + 15) >> arguments.log_group);
+        const int first_key = block * BLOCK_N, column = first_key + lane % 4 * 2;
         const int row = warp_row + lane / 4;
-        const int column = first_key + lane % 4 * 2;
-        const int last[2] = {
-            tile.position + (row >> arguments.log_group) - column,
-            tile.position + ((row + 8) >> arguments.log_group) - column,
-        };
+        const int last[2] = {last_key(row) - column, last_key(row + 8) - column};
         const float hidden = __int_as_float(0xFF800000);
-        if (first_key + BLOCK_N - 1 > first_token) {
+        if (first_key + BLOCK_N - 1 > last_key(warp_row)) {
 #pragma unroll
             for (int i = 0; i < BLOCK_N / 2; ++i)
                 if (i / 4 * 8 + i % 2 > last[i / 2 % 2]) scores[i] = hidden;
         }
-        if (HAS_WINDOW && first_key <= last_token - arguments.window) {
+        if (HAS_WINDOW && first_key <= last_key(warp_row + 15) - arguments.window) {
 #pragma unroll
             for (int i = 0; i < BLOCK_N / 2; ++i)
                 if (i / 4 * 8 + i % 2 <= last[i / 2 % 2] - arguments.window) scores[i] = hidden;
@@ -472,7 +480,7 @@ struct Math {
             largest_of_row = fmaxf(largest_of_row, __shfl_xor_sync(ALL_LANES, largest_of_row, 1));
             largest_of_row = fmaxf(largest_of_row, __shfl_xor_sync(ALL_LANES, largest_of_row, 2));
             const float raised = fmaxf(reference[r], ceilf(largest_of_row * scale));
-            factor[r] = exp2_approximate(reference[r] - raised);
+            factor[r] = exp2_approx(reference[r] - raised);
             reference[r] = raised;
             total[r] *= factor[r];
         }
@@ -486,7 +494,7 @@ struct Math {
         for (int i = 0; i < BLOCK_N / 2; ++i) {
             const float exponent = fmaf(scores[i], scale, -reference[i / 2 % 2]);
             scores[i] = i * POLYNOMIALS % 8 < POLYNOMIALS ? exp2_polynomial(exponent)
-                                                          : exp2_approximate(exponent);
+                                                          : exp2_approx(exponent);
             part[i % 4] += scores[i];
         }
         total[0] = part[0] + part[1];
@@ -513,6 +521,69 @@ struct Math {
         named_arrive(TURN_BARRIER + (group + 1 == WARPGROUPS ? 0 : group + 1), 256);
     }
 
+    // This warp's scores once more, by itself.
+    __device__ __forceinline__ void multiply_keys_again() {
+        const uint32_t query = shared + QUERY_OFFSET + queries.slot * QUERY_BYTES +
+                               (warp_row + lane % 16) * ROW_BYTES;
+        const uint32_t key = shared + KEY_OFFSET + keys.slot * BLOCK_BYTES +
+                             (lane / 16 * 8 + lane % 8) * ROW_BYTES;
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 16; ++i) {
+            float part[2][4] = {};
+#pragma unroll
+            for (int k = 0; k < D / 16; ++k) {
+                uint32_t a[4], b[4];
+                load_matrices(query + ((2 * k + lane / 16) ^ lane % 8) * 16, a);
+                load_matrices(
+                    key + i * 16 * ROW_BYTES + ((2 * k + lane / 8 % 2) ^ lane % 8) * 16, b);
+                multiply_bf16(part[0], a, {b[0], b[1]});
+                multiply_bf16(part[1], a, {b[2], b[3]});
+            }
+#pragma unroll
+            for (int j = 0; j < 8; ++j) scores[8 * i + j] = part[j / 4][j % 4];
+        }
+    }
+
+    // Beside the values of the block before, with the lane's powers of that one.
+    template <bool OPTIMISTIC>
+    __device__ __forceinline__ void attend_to_next(int block, bool accumulate) {
+        wait_for_keys();
+        wait_for_values();
+        take_turn();
+        multiply_keys();
+        if (TURNS == 1) pass_turn();
+        multiply_values(accumulate);
+        if (TURNS == 2) pass_turn();
+        wgmma_wait<1>();
+        fence_registers(scores);
+        bool is_raised = false;
+        const float total_before[2] = {total[0], total[1]};
+        if constexpr (!OPTIMISTIC) {
+            release_keys();
+            mask(block);
+            is_raised = raise_references();
+        }
+        raise_to_powers();
+        fence_registers(scores);
+        wgmma_wait<0>();
+        fence_registers(scores);
+        fence_registers(sums);
+        release_values();
+        round_powers();
+        if constexpr (OPTIMISTIC) {
+            if (__any_sync(ALL_LANES, !(fmaxf(total[0], total[1]) < MAXIMUM_TOTAL))) {
+                total[0] = total_before[0];
+                total[1] = total_before[1];
+                multiply_keys_again();
+                is_raised = raise_references();
+                raise_to_powers();
+                round_powers();
+            }
+            release_keys();
+        }
+        if (is_raised) rescale();
+    }
+
     __device__ __forceinline__ void attend() {
         int block = tile.num_blocks() - 1;
         reference[0] = reference[1] = NO_REFERENCE;
@@ -531,28 +602,16 @@ struct Math {
         barrier_wait(shared + END_CLEARED + queries.slot * 8, queries.phase);
         bool accumulate = false;
         if constexpr (OVERLAPS) {
-            while (--block >= 0) {
-                wait_for_keys();
-                wait_for_values();
-                take_turn();
-                multiply_keys();
-                if (TURNS == 1) pass_turn();
-                multiply_values(accumulate);
-                if (TURNS == 2) pass_turn();
+            const int first_masked = IS_OPTIMISTIC ? (tile.position + 1) / BLOCK_N : 0;
+            while (--block >= first_masked) {
+                attend_to_next<false>(block, accumulate);
                 accumulate = true;
-                wgmma_wait<1>();
-                fence_registers(scores);
-                release_keys();
-                mask(block);
-                const bool is_raised = raise_references();
-                raise_to_powers();
-                fence_registers(scores);
-                wgmma_wait<0>();
-                fence_registers(scores);
-                fence_registers(sums);
-                release_values();
-                round_powers();
-                if (is_raised) rescale();
+            }
+            if constexpr (IS_OPTIMISTIC) {
+                for (; block >= 0; --block) {
+                    attend_to_next<true>(block, accumulate);
+                    accumulate = true;
+                }
             }
             wait_for_values();
         } else {
@@ -583,6 +642,7 @@ struct Math {
 
     // Through the place of the tile's queries, which all four warps have multiplied.
     __device__ __forceinline__ void store() {
+        const int lane = computed_here(threadIdx.x % 32);  // no register holds what follows from it
         const int num_rows = tile.num_tokens << arguments.log_group;
         const int mask = (1 << arguments.log_group) - 1;
         const int first_head = tile.head << arguments.log_group;
@@ -594,8 +654,8 @@ struct Math {
             sum += __shfl_xor_sync(ALL_LANES, sum, 2);
             const int head = first_head + ((warp_row + lane / 4 + r * 8) & mask);
             const float sink = __ldg(arguments.sinks + head);
-            sum += exp2_approximate(fmaf(sink, LOG2_E, -reference[r]));
-            inverse[r] = reciprocal_approximate(sum);
+            sum += exp2_approx(fmaf(sink, LOG2_E, -reference[r]));
+            inverse[r] = reciprocal_approx(sum);
         }
         named_sync(GROUP_BARRIER + group, 128);
         const uint32_t place =

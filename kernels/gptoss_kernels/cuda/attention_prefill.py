@@ -73,9 +73,9 @@ class PrefillTile:
     """Rows and keys of a tile, and how its work is overlapped: what the kernel is compiled for.
 
     warpgroups: of 64 rows; block: keys at a time; stages: slots for keys and for values; blocks:
-    on a multiprocessor; overlaps, turns: see attention_prefill.cu; polynomials: of 8
-    exponentials, those that the multiply-add units compute; slack: log2 of how far a maximum may
-    outgrow what its row is scaled by; is_dynamic: whether tiles go to whichever block is free.
+    on a multiprocessor; overlaps, turns, is_optimistic: see attention_prefill.cu; polynomials: of
+    8 exponentials, those that the multiply-add units compute; slack: log2 of how far a maximum may
+    outgrow what its row is scaled by; is_dynamic: tiles go to whichever block is free.
     """
 
     warpgroups: int = 3
@@ -87,6 +87,7 @@ class PrefillTile:
     turns: int = 2
     polynomials: int = 0
     slack: int = 8
+    is_optimistic: bool = False
     has_window: bool = False
     is_dynamic: bool = True
 
@@ -129,6 +130,7 @@ class PrefillTile:
             "TURNS": self.turns if self.overlaps and self.warpgroups > 1 else 0,
             "POLYNOMIALS": self.polynomials,
             "SLACK": self.slack,
+            "IS_OPTIMISTIC": int(self.is_optimistic and self.overlaps and not self.has_window),
             "HAS_WINDOW": int(self.has_window),
             "IS_DYNAMIC": int(self.is_dynamic),
             "COUNTERS": _COUNTERS,
@@ -141,7 +143,7 @@ class PrefillTile:
     def spec(self) -> runtime.KernelSpec:
         return runtime.KernelSpec(
             self.source,
-            files=(f"{self.source}.cu",),
+            files=("mma.cuh", f"{self.source}.cu"),
             defines=tuple(self.defines.items()),
             generated=runtime.wgmma_source(self.block, "bf16")
             + runtime.wgmma_source(_HEAD_DIM, "bf16", a_in_registers=True, transposes_b=True),

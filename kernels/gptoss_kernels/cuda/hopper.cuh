@@ -286,20 +286,6 @@ __device__ __forceinline__ float logistic2(float x) {
     return result;
 }
 
-// 2^x to 2^-22 of its value, 0 below 2^-126; one instruction of the special functions' unit.
-__device__ __forceinline__ float exp2_approximate(float x) {
-    float power;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
-    return power;
-}
-
-// 1 / x to 2^-23 of its value, 0 for inf.
-__device__ __forceinline__ float reciprocal_approximate(float x) {
-    float result;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-    return result;
-}
-
 // Four values, the first in the lowest byte; ties to even.
 __device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d) {
     uint32_t packed;
