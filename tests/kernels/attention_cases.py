@@ -58,6 +58,10 @@ class Case:
     value_scale: Tensor | None
     decodes: Decodes
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
     def run(self, attention: Callable[..., Tensor]) -> Tensor:
         return attention(
             self.query,

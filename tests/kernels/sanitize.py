@@ -10,10 +10,10 @@ own; racecheck sees shared memory alone. Every result is compared with reference
 does nothing fails. The bound is wide: precision is for the tests beside this file.
 
 racecheck reports few_rows_fp8 as it is served, where one lane of a warp speaks for all. The same
-kernel where each speaks for itself (sanitized.AllLanesArrive) has a row of its own. A report of the
-served one that has nothing but races of stores with loads is known if the other's is empty in the
-same run: what else there may be, that one would show. Exit status 1 if anything else is reported,
-or a result is wrong.
+kernel where each speaks for itself (sanitized.where_all_lanes_arrive) has a row of its own, and so
+have the kernels of attention. A report of a served one that has nothing but races of stores with
+loads is known if the other's is empty in the same run: what else there may be, that one would show.
+Exit status 1 if anything else is reported, or a result is wrong.
 """
 
 from __future__ import annotations
@@ -33,20 +33,19 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from sanitized import OPERATORS, Call
+from sanitized import OPERATORS, TWIN, Call
 
 from gptoss_kernels.cuda import build
 
 TOOLS = ("memcheck", "racecheck")
 BOUND = 1e-2
-KNOWN, ITS_TWIN = "few_rows_fp8", "few_rows_fp8:all_lanes_arrive"
 _CALLS_A_PROCESS = 30
 _SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|displayed \((\d+) errors?, (\d+) warning")
 # Each line that the sanitizer prints of a known report: a store with loads, or a load with stores.
-_KNOWN_REPORT = re.compile(
+_KNOWN_REPORT = (
     r"(=+ *\n|=+ COMPUTE-SANITIZER\n|=+ RACECHECK SUMMARY: .*\n"
-    r"|=+ (?:Error|Warning): Race reported between (Write|Read) access at few_rows_fp8\+.*\n"
-    r"(=+ +and (?!\2)(Write|Read) access at few_rows_fp8\+.*\n)+)*"
+    r"|=+ (?:Error|Warning): Race reported between (Write|Read) access at {kernel}\+.*\n"
+    r"(=+ +and (?!\2)(Write|Read) access at {kernel}\+.*\n)+)*"
 )
 
 
@@ -98,7 +97,8 @@ def report_of(operator: str, tool: str, part: int, log: str, seconds: float) -> 
         len(calls_of(operator, part, parts_of(operator))),
         answers[-1]["right"] if answers else 0,
         sum(int(count or 0) for count in summary.groups()) if summary else None,
-        operator == KNOWN and _KNOWN_REPORT.fullmatch(lines) is not None,
+        operator + TWIN in OPERATORS
+        and re.fullmatch(_KNOWN_REPORT.format(kernel=operator), lines) is not None,
         seconds,
         log,
     )
@@ -141,7 +141,10 @@ def merged(reports: Iterable[Report]) -> Report:
 def is_fine(report: Report, all_reports: Iterable[Report]) -> bool:
     if report.right != report.calls or report.errors is None:
         return False
-    twins = [r.errors for r in all_reports if (r.operator, r.tool) == (ITS_TWIN, report.tool)]
+    twin = report.operator + TWIN
+    twins = [
+        each.errors for each in all_reports if (each.operator, each.tool) == (twin, report.tool)
+    ]
     return report.errors == 0 or (report.is_known and twins == [0])
 
 

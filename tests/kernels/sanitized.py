@@ -15,11 +15,20 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from attention_cases import Case, exact, make_case
 from torch import Tensor
 
 from gptoss_kernels import reference
-from gptoss_kernels.contracts import GROUPS, Dispatched, empty_scale
-from gptoss_kernels.cuda import few_rows_fp8, grouped_fp8
+from gptoss_kernels.contracts import (
+    GROUPS,
+    HEAD_DIM,
+    MAXIMUM_DECODE_QUERIES,
+    Dispatched,
+    empty_scale,
+)
+from gptoss_kernels.cuda import attention_decode as decode
+from gptoss_kernels.cuda import attention_prefill as prefill
+from gptoss_kernels.cuda import few_rows_fp8, grouped_fp8, rope
 from gptoss_kernels.cuda import linear_fp8 as dense
 from gptoss_kernels.cuda.build import SERVED_MODELS, ModelSizes
 from gptoss_kernels.cuda.combine import choose_combine_layout, combine
@@ -37,7 +46,9 @@ from gptoss_kernels.cuda.quantise import spec as quantise_spec
 from gptoss_kernels.cuda.rms_norm_fp8 import rms_norm, rms_norm_fp8
 from gptoss_kernels.cuda.rms_norm_fp8 import spec as rms_norm_spec
 from gptoss_kernels.cuda.rows import RowLayout, choose_layout
-from gptoss_kernels.fp8 import BLOCK
+from gptoss_kernels.fp8 import BLOCK, E4M3
+
+TWIN = ":all_lanes_arrive"  # behind the name of an operator
 
 
 @dataclass(frozen=True)
@@ -304,35 +315,41 @@ def grouped_linear_calls() -> Iterator[Call]:
             yield Call((tile.spec,), partial(linear_error, *shape, group, tile))
 
 
-_ALL_LANES_ARRIVE = (
-    ("SUMMED_OFFSET + slot * 8, WARPS);", "SUMMED_OFFSET + slot * 8, 32 * WARPS);"),
-    ("if (lane == 0) barrier_arrive(shared + SUMMED", "barrier_arrive(shared + SUMMED"),
-    ("FULL_OFFSET + slot * 8, 1);", "FULL_OFFSET + slot * 8, 32);"),
-    (
-        "} else if (lane < 3) {",
-        "} else barrier_arrive(shared + FULL_OFFSET + slot * 8); if (lane == 1 || lane == 2) {",
-    ),
-)
-
-
-@dataclass(frozen=True)
-class AllLanesArrive(FewRowsTile):
-    """few_rows_fp8 but that every lane says for itself that it has stored or read partial sums.
+def where_all_lanes_arrive(served: KernelSpec, changes: Iterable[tuple[str, str]]) -> KernelSpec:
+    """The same kernel, but that each lane of a warp says for itself that it has stored or loaded.
 
     As served, one lane says so for those that __syncwarp() ordered before it, which racecheck does
     not follow: it reports each of the stores with each of the loads that wait for them.
     """
+    folder = Path(few_rows_fp8.__file__).parent
+    text = "".join((folder / name).read_text() for name in served.files)
+    for one_lane, all_lanes in changes:
+        if text.count(one_lane) != 1:
+            raise ValueError(f"{one_lane!r} is not once in {', '.join(served.files)}")
+        text = text.replace(one_lane, all_lanes)
+    variant = f"{served.variant} all lanes arrive"
+    return replace(served, files=(), generated=served.generated + text, variant=variant)
+
+
+@dataclass(frozen=True)
+class FewRowsWhereAllArrive(FewRowsTile):
+    """Of partial sums."""
 
     @property
     def spec(self) -> KernelSpec:
-        text = (Path(few_rows_fp8.__file__).parent / f"{self.source}.cu").read_text()
-        for served, other in _ALL_LANES_ARRIVE:
-            if text.count(served) != 1:
-                raise ValueError(f"{served!r} is not once in {self.source}.cu")
-            text = text.replace(served, other)
-        served_spec = super().spec
-        variant = f"{served_spec.variant} all lanes arrive"
-        return replace(served_spec, files=(), generated=text, variant=variant)
+        return where_all_lanes_arrive(
+            super().spec,
+            (
+                ("SUMMED_OFFSET + slot * 8, WARPS);", "SUMMED_OFFSET + slot * 8, 32 * WARPS);"),
+                ("if (lane == 0) barrier_arrive(shared + SUMMED", "barrier_arrive(shared + SUMMED"),
+                ("FULL_OFFSET + slot * 8, 1);", "FULL_OFFSET + slot * 8, 32);"),
+                (
+                    "} else if (lane < 3) {",
+                    "} else barrier_arrive(shared + FULL_OFFSET + slot * 8); "
+                    "if (lane == 1 || lane == 2) {",
+                ),
+            ),
+        )
 
 
 def few_rows_calls(tile_class: type[FewRowsTile]) -> Iterator[Call]:
@@ -346,16 +363,189 @@ def few_rows_calls(tile_class: type[FewRowsTile]) -> Iterator[Call]:
         yield Call((tile.spec,), partial(linear_error, rows, 2 * inner, k, group, tile))
 
 
+# ---- attention --------------------------------------------------------------------------------
+
+
+def attention_error(attend: Callable[..., None], case: Case) -> float:
+    tensors = dict(zip(case.tensors, on_gpu(*case.tensors.values()), strict=True))
+    out = empty_bf16(len(case.query), case.query.shape[1] * HEAD_DIM)
+
+    def attention(*inputs: Tensor, decodes: object, **options: object) -> Tensor:
+        attend(*inputs, out, **options)
+        return out
+
+    return norm_error(replace(case, **tensors).run(attention), exact(case))
+
+
+# Some four tiles of 192 rows for each block of an H200, of up to eight blocks of keys: each ring of
+# slots goes round. Then heads that are alone or many, small pages, and little else.
+PREFILLS = (
+    ([(900, 300), (700, 700), (130, 130), (260, 260), (1, 1), (70, 0)], (64, 8), 64),
+    ([(300, 70), (0, 0), (65, 65), (16, 9)], (3, 3), 16),
+    ([(200, 40), (33, 33)], (16, 1), 256),
+)
+
+
+@dataclass(frozen=True)
+class PrefillWhereAllArrive(prefill.PrefillTile):
+    """Who have read queries and tiles, and cleared values."""
+
+    @property
+    def spec(self) -> KernelSpec:
+        return where_all_lanes_arrive(
+            super().spec,
+            (
+                ("if (lane == 0) barrier_arrive(empty);", "barrier_arrive(empty);"),
+                (
+                    "if (lane == 0) barrier_arrive(shared + barrier + slot * 8);",
+                    "barrier_arrive(shared + barrier + slot * 8);",
+                ),
+                (
+                    "QUERY_EMPTY + i * 8, MATH_WARPS + 1);",
+                    "QUERY_EMPTY + i * 8, MATH_WARPS * 32 + 32);",
+                ),
+                ("END_CLEARED + i * 8, 1);", "END_CLEARED + i * 8, 32);"),
+                ("START_CLEARED + i * 8, 1);", "START_CLEARED + i * 8, 32);"),
+                ("KEY_EMPTY + i * 8, MATH_WARPS);", "KEY_EMPTY + i * 8, MATH_WARPS * 32);"),
+                (
+                    "VALUE_EMPTY + i * 8, MATH_WARPS + 1);",
+                    "VALUE_EMPTY + i * 8, MATH_WARPS * 32 + 32);",
+                ),
+            ),
+        )
+
+
+def prefill_calls(tile_class: type[prefill.PrefillTile]) -> Iterator[Call]:
+    def error(tile: prefill.PrefillTile, shape: int, window: int | None) -> float:
+        sequences, heads, page_size = PREFILLS[shape]
+        case = make_case(sequences, heads=heads, page_size=page_size, window=window)
+        return attention_error(partial(prefill.attention_prefill, tile=tile), case)
+
+    for served in prefill.served_tiles():
+        tile = tile_class(**vars(served))
+        for shape, window in product(
+            range(len(PREFILLS)), (20, 128) if tile.has_window else (None,)
+        ):
+            yield Call((tile.spec,), partial(error, tile, shape, window))
+
+
+@dataclass(frozen=True)
+class DecodeWhereAllArrive(decode.DecodeTile):
+    """Who left their sums to another warp, and who took them."""
+
+    @property
+    def spec(self) -> KernelSpec:
+        return where_all_lanes_arrive(
+            super().spec,
+            (
+                ("if (lane == 0) barrier_arrive(left(", "barrier_arrive(left("),
+                (
+                    "if (lane == i && i < count) barrier_arrive(taken",
+                    "if (i < count) barrier_arrive(taken",
+                ),
+                (
+                    "LEFT_OFFSET + (warp * WARPS + other) * 8, 1);",
+                    "LEFT_OFFSET + (warp * WARPS + other) * 8, 32);",
+                ),
+                (
+                    "TAKEN_OFFSET + (warp * WARPS + other) * 8, 1);",
+                    "TAKEN_OFFSET + (warp * WARPS + other) * 8, 32);",
+                ),
+            ),
+        )
+
+
+def decodes_of(tile: decode.DecodeTile, queries: int) -> list[tuple[int, int]]:
+    """Over 8 key-value heads: each warp of an H200 goes round its ring of slots."""
+    keys = 0
+    if tile.is_split:
+        keys = NUM_BLOCKS * tile.blocks * tile.waves * tile.warps * (tile.slots + 1) * 64 // 8
+    edges = [(queries, queries), (64, 1), (65, 1), (129, queries), (9, 0)]
+    return [*edges, *((100 + keys // 2 * part // 3, queries) for part in (1, 2, 3))]
+
+
+def decode_calls(tile_class: type[decode.DecodeTile]) -> Iterator[Call]:
+    def error(tile: decode.DecodeTile, group: int, queries: int, window: int | None) -> float:
+        dtype = E4M3 if tile.is_fp8 else torch.bfloat16
+        sequences = decodes_of(tile, queries)
+        case = make_case(sequences, heads=(8 * group, 8), window=window, dtype=dtype)
+        return attention_error(
+            partial(decode.attention_decode, tile=tile, max_queries=queries), case
+        )
+
+    shapes = {(model.group, model.window) for model in SERVED_MODELS.values()}
+    reached: dict[decode.DecodeTile, tuple[int, int, int | None]] = {}
+    for (group, window), queries, is_fp8 in product(
+        sorted(shapes), range(1, MAXIMUM_DECODE_QUERIES + 1), (False, True)
+    ):
+        for seen in (None, window):
+            served = decode.choose_tile(group, queries, page_size=64, window=seen, is_fp8=is_fp8)
+            reached.setdefault(tile_class(**vars(served)), (group, queries, seen))
+    for tile, options in reached.items():
+        yield Call((tile.spec,), partial(error, tile, *options))
+
+
+def rope_calls() -> Iterator[Call]:
+    """Tokens of no slot, and of one beyond the caches, are not stored."""
+    num_pages, page_size, num_positions = 5, 16, 50
+
+    def error(
+        layout: rope.RopeLayout, dtype: torch.dtype, tokens: int, heads: int, kv_heads: int
+    ) -> float:
+        qkv = torch.randn(tokens, (heads + 2 * kv_heads) * HEAD_DIM).bfloat16()
+        table = torch.randn(num_positions, HEAD_DIM)
+        positions = torch.randint(0, num_positions, (tokens,))
+        slots = torch.randperm(num_pages * page_size)[:tokens]
+        slots[5::7] = -1
+        slots[3:4] = num_pages * page_size
+        shape = (num_pages, kv_heads, page_size, HEAD_DIM)
+        caches = [torch.zeros(shape, dtype=dtype) for _ in range(2)]
+        scales = torch.rand(2, kv_heads) / 64 + 0.01 if dtype == E4M3 else torch.ones(2, kv_heads)
+        key_scale, value_scale = on_gpu(*scales) if dtype == E4M3 else (None, None)
+        keys, values = on_gpu(*caches)
+        gpu_qkv, gpu_positions, gpu_table, gpu_slots = on_gpu(qkv, positions, table, slots)
+        query = rope.rope_and_cache_write(
+            *(gpu_qkv, gpu_positions, gpu_table, keys, values, gpu_slots),
+            *(key_scale, value_scale),
+            layout=layout,
+        )
+        slots[3:4] = -1
+        # Rounded to bf16 first, as the kernel does: else other values of e4m3 may be nearest.
+        plain_keys, plain_values = (cache.float() for cache in caches)
+        expected = reference.rope_and_cache_write(
+            *(qkv.float(), positions, table, plain_keys, plain_values, slots)
+        )
+        found = [norm_error(query, expected)]
+        for filled, cache, scale in zip(
+            (keys, values), (plain_keys, plain_values), scales, strict=True
+        ):
+            stored = (cache.bfloat16() / scale[:, None, None]).clamp(-448, 448).to(dtype)
+            found.append(norm_error(filled.float(), stored.float()))
+        return max(found)
+
+    layouts = dict.fromkeys(rope.choose_layout(tokens) for tokens in (1, 100_000))
+    for layout, dtype, tokens, heads in product(
+        layouts, (torch.bfloat16, E4M3), ROWS, ((64, 8), (5, 2))
+    ):
+        spec = rope.spec(layout, is_fp8=dtype == E4M3)
+        yield Call((spec,), partial(error, layout, dtype, tokens, *heads))
+
+
 # The longest first, so that none of them is the last to start.
 OPERATORS: dict[str, Callable[[], Iterable[Call]]] = {
     "linear_fp8": linear_calls,
     "grouped_swiglu_fp8": swiglu_calls,
     "grouped_linear_fp8": grouped_linear_calls,
+    "attention_decode": partial(decode_calls, decode.DecodeTile),
+    f"attention_decode{TWIN}": partial(decode_calls, DecodeWhereAllArrive),
+    "attention_prefill": partial(prefill_calls, prefill.PrefillTile),
+    f"attention_prefill{TWIN}": partial(prefill_calls, PrefillWhereAllArrive),
     "few_rows_fp8": partial(few_rows_calls, FewRowsTile),
-    "few_rows_fp8:all_lanes_arrive": partial(few_rows_calls, AllLanesArrive),
+    f"few_rows_fp8{TWIN}": partial(few_rows_calls, FewRowsWhereAllArrive),
     "dispatch_fp8": dispatch_calls,
     "quantise": quantise_calls,
     "rms_norm": partial(rms_norm_calls, is_fp8=False),
     "rms_norm_fp8": partial(rms_norm_calls, is_fp8=True),
     "combine": combine_calls,
+    "rope_and_cache_write": rope_calls,
 }

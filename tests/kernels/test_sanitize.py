@@ -41,7 +41,7 @@ def test_every_served_kernel_is_reached(sanitize: ModuleType) -> None:
     reached = {
         kernel
         for operator in sanitize.OPERATORS
-        if operator != sanitize.ITS_TWIN
+        if sanitize.TWIN not in operator
         for call in sanitize.calls_of(operator)
         for kernel in call.kernels
     }
@@ -66,17 +66,23 @@ def test_the_parts_are_all_calls_once(sanitize: ModuleType) -> None:
         assert found == sorted(str(call.kernels) for call in sanitize.calls_of(operator))
 
 
-def test_the_twin_is_the_served_kernel_but_for_who_arrives(
-    sanitized: ModuleType, tmp_path: Path
+@pytest.mark.parametrize(
+    ("operator", "changed_lines"),
+    [("few_rows_fp8", 4), ("attention_decode", 4), ("attention_prefill", 7)],
+)
+def test_a_twin_is_the_served_kernel_but_for_who_arrives(
+    sanitize: ModuleType, tmp_path: Path, operator: str, changed_lines: int
 ) -> None:
-    for options in ({"swiglu": True}, {}):
-        served = sanitized.FewRowsTile(128, **options)
-        twin = sanitized.AllLanesArrive(128, **options)
-        lines = zip(served.spec.source.splitlines(), twin.spec.source.splitlines(), strict=True)
-        assert sum(a != b for a, b in lines) == 4
-        assert twin.spec.defines == served.spec.defines
-        (built,) = build.build([twin.spec], jobs=1, cache=tmp_path)
-        assert built.faults == ()
+    calls = zip(
+        *(sanitize.calls_of(name) for name in (operator, operator + sanitize.TWIN)), strict=True
+    )
+    pairs = dict.fromkeys((*served.kernels, *twin.kernels) for served, twin in calls)
+    for served, twin in pairs:
+        lines = zip(served.source.splitlines(), twin.source.splitlines(), strict=True)
+        assert sum(a != b for a, b in lines) == changed_lines
+        assert twin.defines == served.defines
+    for each in build.build([twin for _, twin in list(pairs)[:2]], jobs=2, cache=tmp_path):
+        assert each.faults == ()
 
 
 def test_what_does_nothing_is_wrong(sanitize: ModuleType, sanitized: ModuleType) -> None:
@@ -106,14 +112,17 @@ def test_reports(sanitize: ModuleType) -> None:
 
     race = RACECHECK.replace("{kernel}", "few_rows_fp8").replace("{write}", "Write")
     known = report(race, "few_rows_fp8", "racecheck")
-    twin = report(CLEAN, sanitize.ITS_TWIN, "racecheck")
+    its_twin = "few_rows_fp8" + sanitize.TWIN
+    twin = report(CLEAN, its_twin, "racecheck")
     assert known.errors == 2
     assert is_fine(known, twin)
     assert is_fine(sanitize.merged([known, known]), twin)
     loads_first = race.replace("Read", "Then").replace("Write", "Read").replace("Then", "Write")
     assert is_fine(report(loads_first, "few_rows_fp8", "racecheck"), twin)
     assert not is_fine(known)
-    assert not is_fine(known, report(race, sanitize.ITS_TWIN, "racecheck"))
+    assert not is_fine(known, report(race, its_twin, "racecheck"))
+    of_another = report(CLEAN, "attention_decode" + sanitize.TWIN, "racecheck")
+    assert not is_fine(known, of_another)
     assert not is_fine(report(race, "combine", "racecheck"), twin)
     for other in (
         RACECHECK.replace("{kernel}", "few_rows_fp8").replace("{write}", "Read"),
