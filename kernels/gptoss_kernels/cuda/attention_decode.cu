@@ -1,27 +1,26 @@
-// Attention of few queries a sequence over the paged cache, as fast as memory gives keys and values.
+// Attention of few queries a sequence over the paged cache, as fast as memory gives what is read.
 //
 // A pair is a sequence with one key-value head; its rows are all query heads of that head times the
-// sequence's queries. A tile is KEYS keys with their values, of one pair: contiguous in the cache, or
-// so many boxes of BOX slots. Each warp streams tiles through a ring of SLOTS of its own: nobody
-// else writes there or waits for it. It multiplies its pair's rows, as the left operand, with the
-// keys, keeps their softmax and what it weighs the values with in registers.
+// sequence's queries. A tile is TILE keys with their values, of one pair: contiguous in the cache,
+// or so many boxes of BOX slots. Each warp streams tiles through a ring of SLOTS of its own, where
+// nobody else writes, so that no warp waits for another while there are tiles. It multiplies its
+// pair's rows, the left operand, with the keys, and their weights, in registers, with the values.
 //
-// PERSISTENT = 1: the tiles of all pairs, one after the other, are cut into as many equal ranges as
+// SPLIT = 1: the tiles of all pairs, one after the other, are cut into as many equal ranges as
 // there are blocks. In a range the warps take tiles in turn. What belongs to one pair is added up by
-// the warp that has the last of its tiles: the others leave it their sums in their room in shared
-// memory. A pair of one block is done then; a piece of one goes to memory, and the block that comes
-// last adds up all of its pieces, always in the same order.
-// PERSISTENT = 0: one block a pair, for windows, which have about as many tiles as a block has warps.
+// the warp that has the last of its tiles: the others leave it their sums in shared memory. A pair
+// of one block is done then. A piece of one goes to memory, and the block that comes last adds up
+// all of its pieces, always in the same order.
+// SPLIT = 0: one block a pair, for windows, which have as many tiles as a block has warps.
 //
 // FP8 = 1: the cache is in e4m3. Keys, values and queries are multiplied as halves: the first two
 // exactly, the queries scaled by a power of two for each pair, and so with all bits that matter.
 //
 // Where a pair has more than ROWS rows they are as many pairs, which read the same keys.
 //
-// Defined by whoever compiles this: FP8, ROWS (8, 16, 32 or 64), KEYS (32 or 64), BOX, PERSISTENT, WARPS, SLOTS,
-// BLOCKS (of a multiprocessor), SHARED_BYTES.
+// Defined by whoever compiles this: FP8, ROWS (8, 16, 32 or 64), TILE (32 or 64), BOX, SPLIT,
+// WARPS, SLOTS, BLOCKS (of a multiprocessor), SHARED_BYTES.
 
-constexpr int TILE = KEYS;
 constexpr int BOXES = TILE / BOX;
 constexpr int THREADS = WARPS * 32;
 constexpr int ROW_BYTES = FP8 ? 64 : 128;
@@ -34,7 +33,7 @@ constexpr int VECTORS = 4 * HALVES + 1;       // of four floats: what a lane kno
 constexpr int PIECE_VECTORS = M_TILES * VECTORS;
 constexpr int ROOM_BYTES = PIECE_VECTORS * 32 * 16;
 constexpr bool ROWS_IN_ROOM = M_TILES > 1;    // too many for the registers
-constexpr int STEP = M_TILES > 2 && TILE > 32 ? 32 : TILE;  // keys whose scores are in registers
+constexpr int STEP = M_TILES > 2 ? 32 : TILE;  // keys whose scores are in registers
 constexpr int STEPS = TILE / STEP;
 
 constexpr int ROOMS_OFFSET = WARPS * SLOTS * SLOT_BYTES;
@@ -45,7 +44,7 @@ constexpr int SCAN_OFFSET = TAKEN_OFFSET + WARPS * WARPS * 8;
 static_assert(SCAN_OFFSET + WARPS * 4 + 8 <= SHARED_BYTES, "the launch gives too little memory");
 static_assert(TILE % BOX == 0 && BOX >= 16, "a tile is whole boxes, each with the whole swizzle");
 
-// Weights are 2^LIFT at most: as halves, which hold 2^15, those below 2^-28 of it lose bits.
+// log2 of the largest weight: of halves, those below 2^-14 have fewer bits.
 constexpr float LIFT = FP8 ? 14 : 0;
 constexpr float LOWEST = -3.402823466e38f;  // not -inf, of which a difference may be NaN
 constexpr uint32_t ALL_WARPS = (1u << WARPS) - 1;
@@ -67,7 +66,7 @@ struct Arguments {
     int page_shift;   // log2 of the slots of a page
     int table_width;
     int window;
-    int passes;   // PERSISTENT = 0: the most pairs of a key-value head
+    int passes;   // SPLIT = 0: the most pairs of a key-value head
     float scale;  // times log2 e
 };
 
@@ -83,7 +82,7 @@ struct Sequence {
     __device__ __forceinline__ Sequence(const Arguments& arguments, int index) {
         row = arguments.query_start[index];
         queries = arguments.query_start[index + 1] - row;
-        // All three at once: the compiler would wait for the queries before it loads a length.
+        // At once: the compiler would wait for the queries before it loads a length.
         length = computed_here(arguments.seq_lens[index]);
         first = max(length - queries - arguments.window + 1, 0);
         tiles = queries > 0 ? (length - start() + TILE - 1) / TILE : 0;
@@ -138,7 +137,9 @@ struct Walk {
     __device__ __forceinline__ bool is_whole() const {
         return begin == 0 && end() == sequence.tiles;
     }
-    __device__ __forceinline__ int adding_warp() const { return (turn + end() - begin - 1) % WARPS; }
+    __device__ __forceinline__ int adding_warp() const {
+        return (turn + end() - begin - 1) % WARPS;
+    }
     // All others that have tiles of the pair, a bit each.
     __device__ __forceinline__ uint32_t leaving_warps() const {
         const uint32_t those = (1u << min(end() - begin, WARPS)) - 1;
@@ -160,8 +161,8 @@ struct Walk {
     }
 };
 
-// Waits for the kernels before this one. Each thread counts the tiles of neighbouring sequences; the
-// one that has the range's first says where it lies.
+// Waits for the kernels before this one. Each thread counts the tiles of neighbouring sequences;
+// the one that has the range's first says where it lies.
 __device__ __forceinline__ Walk find_range(uint32_t shared, const Arguments& arguments, int warp,
                                            int lane, int& total) {
     const int each = (arguments.num_sequences + THREADS - 1) / THREADS;
@@ -233,8 +234,8 @@ __device__ __forceinline__ Walk own_pair(const Arguments& arguments) {
 // Of 16 rows, of which a lane has lane / 4 and, where HALVES is 2, lane / 4 + 8.
 struct Sums {
     float values[8][4];  // as multiply_bf16 leaves them, for 8 columns each
-    float largest[HALVES];
-    float total[HALVES];  // the lane's part
+    float base[HALVES];   // weights are 2^(score - base); LIFT below the largest score so far
+    float total[HALVES];  // of the lane's weights
 
     __device__ __forceinline__ void reset() {
 #pragma unroll
@@ -243,7 +244,7 @@ struct Sums {
             for (int i = 0; i < 4; ++i) values[n][i] = 0;
 #pragma unroll
         for (int half = 0; half < HALVES; ++half) {
-            largest[half] = LOWEST;
+            base[half] = LOWEST;
             total[half] = 0;
         }
     }
@@ -259,14 +260,14 @@ struct Sums {
 
     __device__ __forceinline__ float4 vector(int i) const {
         if (i == VECTORS - 1)
-            return make_float4(largest[0], total[0], largest[HALVES - 1], total[HALVES - 1]);
+            return make_float4(base[0], total[0], base[HALVES - 1], total[HALVES - 1]);
         if (HALVES == 2) return make_float4(values[i][0], values[i][1], values[i][2], values[i][3]);
         return make_float4(values[2 * i][0], values[2 * i][1], values[2 * i + 1][0],
                            values[2 * i + 1][1]);
     }
 
-    // The first `count` of these, the others being anything finite. Without a branch: behind one the
-    // compiler would load what is in memory, one piece after the other.
+    // The first `count` of these, the others being anything finite. Without a branch: behind one
+    // the compiler would load what is in memory, one piece after the other.
     template <int COUNT>
     __device__ __forceinline__ void add(const float4 (&pieces)[COUNT][VECTORS], int count) {
         float factors[COUNT][HALVES];
@@ -276,15 +277,15 @@ struct Sums {
                 const float4 v = pieces[i][VECTORS - 1];
                 return half ? make_float2(v.z, v.w) : make_float2(v.x, v.y);
             };
-            float most = largest[half];
+            float highest = base[half];
 #pragma unroll
             for (int i = 0; i < COUNT; ++i)
-                most = fmaxf(most, i < count ? of_half(i).x : most);
-            scale(half, exp2_approx(largest[half] - most));
-            largest[half] = most;
+                highest = fmaxf(highest, i < count ? of_half(i).x : highest);
+            scale(half, exp2_approx(base[half] - highest));
+            base[half] = highest;
 #pragma unroll
             for (int i = 0; i < COUNT; ++i) {
-                factors[i][half] = i < count ? exp2_approx(of_half(i).x - most) : 0;
+                factors[i][half] = i < count ? exp2_approx(of_half(i).x - highest) : 0;
                 total[half] = fmaf(of_half(i).y, factors[i][half], total[half]);
             }
         }
@@ -323,8 +324,8 @@ struct Worker {
     __device__ __forceinline__ uint32_t room(int of_warp, int index) const {
         return shared + ROOMS_OFFSET + of_warp * ROOM_BYTES + (index * 32 + lane) * 16;
     }
-    // For each two warps: with one barrier a warp, who waits for what the warp leaves next could take
-    // for it what the warp has yet to leave another.
+    // For each two warps: with one barrier a warp, who waits for what it leaves next could take for
+    // that what it has yet to leave another.
     __device__ __forceinline__ uint32_t left(int from, int to) const {
         return shared + LEFT_OFFSET + (from * WARPS + to) * 8;
     }
@@ -406,7 +407,8 @@ struct Worker {
     // Pairs of a row's columns in the order of the key's fragments: words[k][0], words[k][1].
     __device__ __forceinline__ void load_row(const Walk& walk, int row,
                                              uint32_t (&words)[4][2]) const {
-        const unsigned short* from = arguments.query + place_of(walk, row) + lane % 4 * (FP8 ? 4 : 2);
+        const unsigned short* from =
+            arguments.query + place_of(walk, row) + lane % 4 * (FP8 ? 4 : 2);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             if constexpr (FP8) {
@@ -462,13 +464,14 @@ struct Worker {
         }
     }
 
-    // The pair's largest to 2^14 to 2^15, where what is 2^-28 of it still has all of its bits. Gives
-    // what their products are then to be multiplied with.
+    // The pair's largest to 2^14 at least and below 2^15, where what is 2^-28 of it still has all
+    // of its bits. Gives what their products are then to be multiplied with.
     __device__ __forceinline__ float scale_to_halves(uint32_t (&words)[M_TILES][2][4][2]) const {
         uint32_t(&all)[M_TILES * 16] = reinterpret_cast<uint32_t(&)[M_TILES * 16]>(words);
         float amax = 0;
 #pragma unroll
-        for (uint32_t word : all) amax = fmaxf(amax, fmaxf(fabsf(low_bf16(word)), fabsf(high_bf16(word))));
+        for (uint32_t word : all)
+            amax = fmaxf(amax, fmaxf(fabsf(low_bf16(word)), fabsf(high_bf16(word))));
 #pragma unroll
         for (int distance = 16; distance > 0; distance /= 2)
             amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFF, amax, distance));
@@ -494,7 +497,7 @@ struct Worker {
         }
     }
 
-    // ---- a tile -----------------------------------------------------------------------------------
+    // ---- a tile ---------------------------------------------------------------------------------
 
     // Rows of a tile are swizzled as the copy engine does it: the 16 bytes `chunk` of a row lie at
     // chunk ^ (row % 8), in e4m3 at chunk ^ (row / 2 % 4).
@@ -502,8 +505,8 @@ struct Worker {
         return (FP8 ? lane / 2 % 4 : lane % 8) * 16;
     }
 
-    __device__ __forceinline__ void multiply_keys(float (&scores)[STEP / 8][4], const Rows& rows, int m,
-                                                  uint32_t keys) const {
+    __device__ __forceinline__ void multiply_keys(float (&scores)[STEP / 8][4], const Rows& rows,
+                                                  int m, uint32_t keys) const {
         const uint32_t from = keys + (FP8 ? lane : lane / 16 * 8 + lane % 8) * ROW_BYTES;
         const uint32_t chunk = (FP8 ? 0 : lane / 8 % 2 * 16) ^ swizzle();
 #pragma unroll
@@ -535,7 +538,8 @@ struct Worker {
         }
     }
 
-    __device__ __forceinline__ void multiply_values(Sums& sums, const uint32_t (&weights)[STEP / 16][4],
+    __device__ __forceinline__ void multiply_values(Sums& sums,
+                                                    const uint32_t (&weights)[STEP / 16][4],
                                                     uint32_t values) const {
         const uint32_t from = values + lane % 16 * ROW_BYTES;
         const uint32_t chunk = lane / 16 * 16 ^ swizzle();
@@ -596,7 +600,7 @@ struct Worker {
         __syncwarp();
     }
 
-    // The scores become weights; the sums are scaled to the new maximum.
+    // The scores become weights, and the sums are scaled to the new maximum.
     __device__ __forceinline__ void weigh(float (&scores)[STEP / 8][4], Sums& sums,
                                           float scale) const {
 #pragma unroll
@@ -609,16 +613,16 @@ struct Worker {
             float largest = fmaxf(most[0], most[1]);
             largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, 1));
             largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, 2));
-            largest = fmaxf(sums.largest[half], largest * scale);
-            sums.scale(half, exp2_approx(sums.largest[half] - largest));
-            sums.largest[half] = largest;
+            const float base = fmaxf(sums.base[half], fmaf(largest, scale, -LIFT));
+            sums.scale(half, exp2_approx(sums.base[half] - base));
+            sums.base[half] = base;
             float total[2] = {};
 #pragma unroll
             for (int n = 0; n < STEP / 8; ++n) {
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     float& score = scores[n][2 * half + i];
-                    score = exp2_approx(fmaf(score, scale, LIFT - largest));
+                    score = exp2_approx(fmaf(score, scale, -base));
                     total[i] += score;
                 }
             }
@@ -666,7 +670,7 @@ struct Worker {
         __syncwarp();                 // all have read
     }
 
-    // ---- a pair's end -----------------------------------------------------------------------------
+    // ---- a pair's end ---------------------------------------------------------------------------
 
     // Adds the sink, and stores 16 rows.
     __device__ __forceinline__ void store(const Walk& walk, const Rows& rows, int m,
@@ -680,7 +684,7 @@ struct Worker {
             total += __shfl_xor_sync(0xFFFFFFFF, total, 1);
             total += __shfl_xor_sync(0xFFFFFFFF, total, 2);
             constexpr float LOG2_E = 1.4426950408889634f;
-            total += exp2_approx(fmaf(half ? sink.y : sink.x, LOG2_E, LIFT - sums.largest[half]));
+            total += exp2_approx(fmaf(half ? sink.y : sink.x, LOG2_E, -sums.base[half]));
             const float factor = rows.value_scale * reciprocal_approx(total);
             const int row = row_of(walk, m, half);
             if (!is_row(walk, row)) continue;
@@ -700,10 +704,11 @@ struct Worker {
     }
 
     __device__ __forceinline__ float* piece(int slot, int index) const {
-        return arguments.pieces + ((static_cast<long long>(slot) * PIECE_VECTORS + index) * 32 + lane) * 4;
+        const long long vector = static_cast<long long>(slot) * PIECE_VECTORS + index;
+        return arguments.pieces + (vector * 32 + lane) * 4;
     }
-    // A block has at most two pieces: of a pair that began in an earlier one, and of one that begins
-    // in it.
+    // A block has at most two pieces: of a pair that began in an earlier one, and of one that
+    // begins in it.
     __device__ __forceinline__ static int slot_of(int block, bool is_begun) {
         return block * 2 + is_begun;
     }
@@ -752,8 +757,8 @@ struct Worker {
         }
     }
 
-    // What this warp left to others and took from them, how often, but for the lowest bit of it, does
-    // not matter to barriers.
+    // How often this warp left its sums to another, and took another's: the lowest bit, which is
+    // all that barriers tell.
     struct Exchange {
         uint32_t left = 0, taken = 0;  // a bit each
         int last;                      // to whom it left its sums last; at first, itself
@@ -843,7 +848,7 @@ struct Worker {
                 continue;
             }
             add_up(sums, exchange, walk.leaving_warps());
-            if (!PERSISTENT || walk.is_whole()) {
+            if (!SPLIT || walk.is_whole()) {
 #pragma unroll
                 for (int m = 0; m < M_TILES; ++m) store(walk, rows, m, sums[m]);
             } else {
@@ -878,7 +883,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     }
     __syncthreads();
     int total = 0;
-    const Walk walk = PERSISTENT ? find_range(shared, arguments, warp, lane, total)
+    const Walk walk = SPLIT ? find_range(shared, arguments, warp, lane, total)
                                  : own_pair(arguments);
     Worker{shared, arguments, &keys, &values, warp, lane}.run(walk, total);
 }

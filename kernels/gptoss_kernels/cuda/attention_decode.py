@@ -129,9 +129,9 @@ class DecodeTile:
         return {
             "ROWS": self.rows,
             "FP8": int(self.is_fp8),
-            "KEYS": self.keys,
+            "TILE": self.keys,
             "BOX": self.box,
-            "PERSISTENT": int(self.is_split),
+            "SPLIT": int(self.is_split),
             "WARPS": self.warps,
             "SLOTS": self.slots,
             "BLOCKS": self.blocks,

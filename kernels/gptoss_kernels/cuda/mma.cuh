@@ -1,8 +1,8 @@
-// A warp's tensor cores: fragments from shared memory, products of 16 x 8 x 16, and the formats that
-// go into them. Lane l of a fragment stands at row l / 4 and at columns l % 4 * 2 and the next.
+// A warp's tensor cores: fragments from shared memory, products of 16 x 8 x 16, and the formats of
+// both. Lane l of a fragment stands at row l / 4 and at columns l % 4 * 2 and the next.
 
-// Four matrices of 8 x 16 bytes, as load_matrices gives them, but transposed: lane l gets the 2-byte
-// elements of column l / 4 in rows l % 4 * 2 and the next.
+// Four matrices of 8 x 16 bytes, as load_matrices gives them, but transposed: lane l gets the
+// elements, of 2 bytes, of column l / 4 in rows l % 4 * 2 and the next.
 __device__ __forceinline__ void load_matrices_transposed(uint32_t address, uint32_t (&words)[4]) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
