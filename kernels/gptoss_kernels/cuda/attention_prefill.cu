@@ -274,16 +274,18 @@ struct Producer {
     __device__ __forceinline__ void run() {
         wait_for_previous_kernels();
         Work work = find(blockIdx.x);
-        int rows = work.tile.num_blocks() > 0 ? box_rows_of(work, (work.tile.num_blocks() - 1) /
-                                                                      chunk_blocks)
-                                              : -1;
-        int index = next_index(1);
+        int rows = -1, index = 0;
+        if (work.tile.num_keys > 0) {
+            rows = box_rows_of(work, (work.tile.num_blocks() - 1) / chunk_blocks);
+            index = next_index(1);  // and always read: it must not follow what ends the count
+        }
         for (int round = 2; work.tile.num_keys > 0; ++round) {
             const Work next = find(__shfl_sync(ALL_LANES, index, 0));
-            const int next_blocks = next.tile.num_blocks();
-            const int next_rows =
-                next_blocks > 0 ? box_rows_of(next, (next_blocks - 1) / chunk_blocks) : -1;
-            if (next_blocks > 0) index = next_index(round);
+            int next_rows = -1;
+            if (next.tile.num_keys > 0) {
+                next_rows = box_rows_of(next, (next.tile.num_blocks() - 1) / chunk_blocks);
+                index = next_index(round);
+            }
             load_queries(work.tile);
             load_blocks(work, rows);
             work = next;
