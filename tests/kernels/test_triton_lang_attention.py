@@ -334,9 +334,9 @@ def test_all_compile_for_hopper_without_spills(
             attend_without_memory(dtype, window, 0)
     with compiling_for(90) as decodes:
         for window in (None, 128):
-            for max_queries in (1, 4, 8):
+            for max_queries in (1, 8):
                 attend_without_memory(dtype, window, max_queries)
-    assert (len(prefills), len(decodes)) == (2, 9)
+    assert (len(prefills), len(decodes)) == (2, 6)
     for kernel in (*prefills, *decodes):
         check_fits(kernel, 232_448)
     for kernel in prefills:
@@ -350,10 +350,9 @@ def test_all_compile_for_hopper_without_spills(
 def test_all_compile_for_ada(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
     with compiling_for(89) as kernels:
-        for dtype in (torch.bfloat16, E4M3):
-            attend_without_memory(dtype, None, 0)
-            attend_without_memory(dtype, 128, 8)
-    assert len(kernels) == 4
+        attend_without_memory(E4M3, None, 0)
+        attend_without_memory(torch.bfloat16, 128, 8)
+    assert len(kernels) == 2
     for kernel in kernels:
         assert kernel.shared_bytes <= 101_376
 

@@ -54,7 +54,7 @@ def attention(
         "value_scale": value_scale,
     }
     count = decodes.num_sequences
-    if count and num_tokens:
+    if decodes.num_queries:
         attention_decode(
             *(query, key_cache, value_cache, sinks),
             *(query_start[: count + 1], seq_lens[:count], page_tables[:count], out),

@@ -40,7 +40,8 @@ class Tile(NamedTuple):
 
     boxes: tiles of keys that share one step of the softmax, 1 or 2. stages: slots of the ring that
     loads run ahead in. quantises: with a cache of e4m3 queries are rounded to it, too, and not keys
-    widened to f16, which costs a copy through shared memory but no accuracy.
+    widened to f16, which costs a copy through shared memory but no accuracy. registers: the most of
+    a thread, which the compiler makes use of.
     """
 
     rows: int
@@ -49,6 +50,7 @@ class Tile(NamedTuple):
     stages: int = 2
     warps: int = 4
     quantises: bool = False
+    registers: int | None = None
 
 
 def choose_tile(window: int | None, *, is_fp8: bool) -> Tile:
@@ -57,7 +59,7 @@ def choose_tile(window: int | None, *, is_fp8: bool) -> Tile:
     # Two warpgroups share what is copied, which is much with a window, or what is widened.
     if window is not None or is_fp8:
         return Tile(128, 64, warps=8)
-    return Tile(64, 64, boxes=2)
+    return Tile(64, 64, boxes=2, registers=168)  # three programs a multiprocessor
 
 
 def attention_prefill(
@@ -107,6 +109,7 @@ def attention_prefill(
             QUANTISES=is_fp8 and tile.quantises,
             STAGES=tile.stages,
             num_warps=tile.warps,
+            maxnreg=tile.registers,
         )
 
 
@@ -178,8 +181,10 @@ def _add_full_tiles(
             weights = tl.exp2(scores * factor[:, None] - now_base[:, None])
             more_weights = tl.exp2(more_scores * factor[:, None] - now_base[:, None])
             total = total * shrunk + tl.sum(weights, 1) + tl.sum(more_weights, 1)
-            sums = tl.dot(weights.to(DTYPE), values.to(DTYPE), sums * shrunk[:, None])
-            sums = tl.dot(more_weights.to(DTYPE), more_values.to(DTYPE), sums)
+            # Rounded before the first product, as the second waits for that: the powers need not.
+            weights, more_weights = weights.to(DTYPE), more_weights.to(DTYPE)
+            sums = tl.dot(weights, values.to(DTYPE), sums * shrunk[:, None])
+            sums = tl.dot(more_weights, more_values.to(DTYPE), sums)
             base = now_base
     return base, total, sums
 
