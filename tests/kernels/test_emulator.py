@@ -28,7 +28,7 @@ from gptoss_kernels.cuda.rms_norm_fp8 import rms_norm_fp8
 from gptoss_kernels.cuda.rows import RowLayout
 from gptoss_kernels.testing import norm_error
 
-from .emulator import EmulationError, emulated, guarded
+from .emulator import CompilationError, EmulationError, emulated, guarded
 from .expert_products import SWIGLU, dequantised, exact, spread
 
 SEEDS = pytest.mark.parametrize("seed", range(3))
@@ -427,12 +427,13 @@ FAULTS = [
     ),
     ("if (lane < 9) __syncwarp(0xFF);", "with a mask 0xff without this lane"),
     ("if (lane < 31) __syncwarp();", "wait for lanes of their warp in __syncwarp, mask 0xffffffff"),
-    ("named_sync(1, thread < 64 ? 64 : 128);", "for (64|128) threads, where others wait for"),
+    ("named_sync(1, thread < 64 ? 96 : 128);", "for (96|128) threads, where others wait for"),
     ("named_arrive(1, 128); if (thread < 32) named_arrive(1, 128);", "arrives twice at named"),
     ("if (thread < 96) named_sync(1, 128);", r"wait at named barrier 1 \(96 of 128 threads"),
     ("*reinterpret_cast<volatile int*>(8) = 1;", "reads or writes 0x8, which is no memory"),
     ("if (thread < 32) store_global((unsigned short*)arguments.out + 1, 0u);", "no multiple of"),
     ("__trap();", "__trap"),
+    ("floats[0] = arguments.kind / (thread / 1000);", "block 0, thread .*: divides by zero"),
     (
         "float sums[4]; const uint32_t a = matrix_descriptor(shared); "
         "wgmma_e4m3<8>(sums, a, a, 0);",
@@ -473,12 +474,12 @@ def test_what_the_compiler_or_the_emulator_does_not_know_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     nothing = torch.zeros(1)
-    with pytest.raises(EmulationError, match=r"does not know the PTX instruction tanh\.approx"):
+    with pytest.raises(CompilationError, match=r"does not know the PTX instruction tanh\.approx"):
         run('asm("tanh.approx.bf16 %0, %0;" : "+r"(lane));', nothing, nothing)
-    with pytest.raises(EmulationError, match=r"g\+\+ refused a kernel.*\n.*no_such"):
+    with pytest.raises(CompilationError, match=r"g\+\+ refused a kernel.*\n.*no_such"):
         run("no_such_thing();", nothing, nothing)
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(EmulationError, match=r"compiles kernels with g\+\+, and there is none"):
+    with pytest.raises(CompilationError, match=r"compiles kernels with g\+\+, and there is none"):
         run("floats[1] = 1;", nothing, nothing)
 
 

@@ -34,7 +34,9 @@ from gptoss_kernels import contracts
 from gptoss_kernels.cuda import compiler, runtime
 from gptoss_kernels.cuda.compiler import KernelSpec
 
-from .translate import FOLDER, EmulationError, translate
+from .translate import FOLDER, CompilationError, translate
+
+__all__ = ["CompilationError", "Emulation", "EmulationError", "emulated", "guarded"]
 
 _FLAGS = (
     *("-std=c++17", "-O1", "-shared", "-fPIC", "-w"),
@@ -45,6 +47,10 @@ _ELEMENT_BYTES = (1, 2, 4, 4, 8, 8, 2, 4, 8, 2, 4, 4, 4)  # by CUtensorMapDataTy
 _SWIZZLE_BYTES = (0, 32, 64, 128)
 _MAP = struct.Struct("<QQ3I5I5Q5H3H8x")
 _MAP_MARK = 0x50414D524F534E45
+
+
+class EmulationError(AssertionError):
+    """What a kernel does wrong, and which thread of which block, in which line."""
 
 
 class _Late(ctypes.Structure):
@@ -232,14 +238,16 @@ def _build(output: Path, arguments: list[str]) -> None:
     """Under another name first: several processes may build the same."""
     compiler = shutil.which("g++")
     if compiler is None:
-        raise EmulationError("the emulator of Hopper compiles kernels with g++, and there is none")
+        raise CompilationError(
+            "the emulator of Hopper compiles kernels with g++, and there is none"
+        )
     partial = output.with_name(f"{output.stem}.{os.getpid()}{output.suffix}")
     found = subprocess.run(
         [compiler, *arguments, "-o", str(partial)], capture_output=True, text=True
     )
     if found.returncode:
         lines = [line for line in found.stderr.splitlines() if "error" in line]
-        raise EmulationError("g++ refused a kernel:\n" + "\n".join(lines[:10]))
+        raise CompilationError("g++ refused a kernel:\n" + "\n".join(lines[:10]))
     partial.replace(output)
 
 

@@ -70,6 +70,7 @@ Map map_at(unsigned rank, const void* pointer, unsigned address, const char* wha
 void read_content(Copy& copy) {
     for (auto [address, bytes] : copy.pieces) {
         const unsigned char* source = checked_async(*copy.block, address, bytes, 1, "a bulk store");
+        mark_read(*copy.block, address, bytes, false);
         copy.content.insert(copy.content.end(), source, source + bytes);
     }
 }
@@ -118,6 +119,7 @@ namespace {
 // What a load will fill is nobody's from now on.
 void start_load(Copy copy) {
     for (auto [address, bytes] : copy.pieces) {
+        checked_stored(*copy.block, address, bytes, 1, "a bulk load");
         unsigned char* memory = checked_async(*copy.block, address, bytes, 1, "a bulk load");
         memset(memory, POISON, bytes);
         std::fill_n(copy.block->loads.begin() + (address - FIRST_ADDRESS), bytes, true);
@@ -161,6 +163,10 @@ namespace {
 void start_store(Copy copy) {
     for (const unsigned char* place : copy.global)
         if (place) check_write(place);
+    for (auto [address, bytes] : copy.pieces) {
+        checked_async(*copy.block, address, bytes, 1, "a bulk store");
+        mark_read(*copy.block, address, bytes, true);
+    }
     if (happens(temper.early)) read_content(copy);
     copies.push_back(std::move(copy));
     pause();

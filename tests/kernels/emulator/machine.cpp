@@ -270,15 +270,17 @@ std::unique_ptr<Block> make_block(Index index, unsigned rank, unsigned cluster_s
     block->static_end = shared_end() - STATIC_BYTES;
     block->writer.resize(bytes);
     block->loads.resize(bytes);
+    block->readers.resize(bytes / 16 + 1);
     const unsigned threads = block_size.x * block_size.y * block_size.z;
     block->live = threads;
+    const bool is_slow = happens(temper.slow);
     block->warps.resize((threads + 31) / 32);
     for (unsigned w = 0; w < block->warps.size(); ++w) {
         Warp& warp = block->warps[w];
         warp.block = block.get();
         warp.number = w;
         warp.priority = draw() | 1;
-        warp.is_slow = happens(temper.slow);
+        warp.is_slow = is_slow || happens(temper.slow);
         warp.fibers.resize(std::min(32u, threads - w * 32));
         for (unsigned lane = 0; lane < warp.fibers.size(); ++lane) {
             Fiber& fiber = warp.fibers[lane];
@@ -452,8 +454,9 @@ void on_fault(int signal, siginfo_t* info, void* context) {
         ::signal(signal, SIG_DFL);
         return;
     }
-    char text[128];
-    snprintf(text, sizeof text, "reads or writes %p, which is no memory", info->si_addr);
+    char text[128] = "divides by zero";
+    if (signal != SIGFPE)
+        snprintf(text, sizeof text, "reads or writes %p, which is no memory", info->si_addr);
     failure = place() + text;
     if (!in_fiber) siglongjmp(scheduler_end, 1);
     auto& registers = static_cast<ucontext_t*>(context)->uc_mcontext.gregs;
@@ -486,16 +489,15 @@ const char* launch(const void* settings, unsigned cluster_size, void (*function)
     static unsigned char signal_stack[64 * 1024];
     stack_t own_stack{signal_stack, 0, sizeof signal_stack}, other_stack;
     sigaltstack(&own_stack, &other_stack);
-    struct sigaction action = {}, others[2];
+    constexpr int SIGNALS[] = {SIGSEGV, SIGBUS, SIGFPE};
+    struct sigaction action = {}, others[3];
     action.sa_sigaction = on_fault;
     action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
-    sigaction(SIGSEGV, &action, &others[0]);
-    sigaction(SIGBUS, &action, &others[1]);
+    for (int i = 0; i < 3; ++i) sigaction(SIGNALS[i], &action, &others[i]);
     begin_previous();
     run(cluster_size);
     end_previous();
-    sigaction(SIGSEGV, &others[0], nullptr);
-    sigaction(SIGBUS, &others[1], nullptr);
+    for (int i = 0; i < 3; ++i) sigaction(SIGNALS[i], &others[i], nullptr);
     sigaltstack(&other_stack, nullptr);
     current = nullptr;
     residents.clear();

@@ -68,10 +68,16 @@ struct Sums {
     int users = 0;
 };
 
+struct Unit {  // 16 bytes of a matrix, and what its first element is
+    unsigned address, row, k;
+};
+
+// Of A all 64 rows, though a warp multiplies 16.
 struct Matrix {
     uint64_t descriptor;
     bool is_transposed;
     unsigned rows;
+    std::vector<Unit> units;    // none of what is in registers
     std::vector<float> values;  // [rows][K], once they are read
 };
 
@@ -128,6 +134,7 @@ struct Block {
     std::unordered_map<const void*, unsigned> statics;
     std::vector<Fiber*> writer;  // of each byte that no fence has shown to the other proxy
     std::vector<bool> loads;     // into each byte: one is under way
+    std::vector<short> readers;  // of each 16 bytes: products and bulk stores under way
     std::map<unsigned, Barrier> barriers;
     NamedBarrier named[16];
     std::vector<Warp> warps;
@@ -173,7 +180,7 @@ struct Temper {
     unsigned complete;  // that a copy ends, at each step
     unsigned shuffle;   // that a warp gets another priority, at each step
     unsigned early;     // that a product reads its operands, or a store its source, at once
-    unsigned slow;      // that a warp runs only where hardly another can
+    unsigned slow;      // that a warp, or a whole block, runs only where hardly another can
     unsigned eager;     // that who was waiting runs before who ended the wait goes on
 };
 
@@ -205,7 +212,9 @@ unsigned shared_end();
 Block& owner(unsigned& address);
 unsigned char* checked(Block& block, unsigned address, unsigned bytes, unsigned alignment,
                        const char* what);
-// Where no bulk load may be under way.
+// A product or a bulk store under way reads there, or does no longer.
+void mark_read(Block& block, unsigned address, unsigned bytes, bool is_read);
+// Where nothing asynchronous may be under way.
 unsigned char* checked_stored(Block& block, unsigned address, unsigned bytes, unsigned alignment,
                               const char* what);
 // For the copy engine and the tensor cores, to which a thread's stores are unknown until its fence.

@@ -107,53 +107,60 @@ constexpr unsigned K_BYTES = 32;  // of both operands in one instruction
 
 unsigned element_bytes(Type type) { return type == Type::E4M3 || type == Type::E5M2 ? 1 : 2; }
 
-// As the tensor cores find it: 8 rows of 16 bytes lie together, or as many of the swizzle's bytes;
-// `lead` and `stride` lead to the next ones, and the swizzle acts on the bits of the address.
-void read_matrix(Matrix& matrix, Type type, Block& block, unsigned first_row) {
+// Where a matrix lies as the tensor cores find it, in units of 16 bytes: of one row, or where it is
+// transposed of 8 rows at one k. 8 units lie together, or as many as the swizzle has in 8 rows; `lead`
+// and `stride` lead to the next ones, and the swizzle acts on the bits of the address.
+void find_units(Matrix& matrix, Type type) {
     static const unsigned SWIZZLES[] = {16, 128, 64, 32};
     const uint64_t descriptor = matrix.descriptor;
     const unsigned start = (descriptor & 0x3FFF) << 4;
     const unsigned lead = (descriptor >> 16 & 0x3FFF) << 4;
     const unsigned stride = (descriptor >> 32 & 0x3FFF) << 4;
-    const unsigned base = descriptor >> 49 & 7;
     const unsigned swizzle = SWIZZLES[descriptor >> 62];
-    if (base) fail("wgmma: the emulator knows no base offset in a matrix descriptor");
+    if (descriptor >> 49 & 7) fail("wgmma: the emulator knows no base offset in a descriptor");
     if (swizzle > 16 && start % (8 * swizzle) >= swizzle)
         fail("wgmma: a matrix at %#x begins between the 8 rows that its swizzle repeats in", start);
-    const unsigned bytes = element_bytes(type), k_elements = K_BYTES / bytes, unit = 16 / bytes;
-    matrix.values.resize(matrix.rows * k_elements);
-    auto read = [&](unsigned offset) {
-        const unsigned address = swizzled(start + offset, swizzle);
-        return checked_async(block, address, 16, 16, "wgmma reads");
-    };
-    auto value = [&](const unsigned char* memory, unsigned i) {
-        return widen(type, bytes == 1 ? memory[i] : memory[2 * i] | memory[2 * i + 1] << 8);
+    const unsigned k_elements = K_BYTES / element_bytes(type);
+    auto add = [&](unsigned offset, unsigned row, unsigned k) {
+        matrix.units.push_back({swizzled(start + offset, swizzle), row, k});
     };
     if (!matrix.is_transposed) {
-        for (unsigned r = 0; r < matrix.rows; ++r) {
-            const unsigned row = first_row + r;
-            for (unsigned chunk = 0; chunk < 2; ++chunk) {
-                const unsigned step = swizzle == 16 ? lead : 16;
-                const unsigned char* memory =
-                    read(row / 8 * stride + row % 8 * swizzle + chunk * step);
-                for (unsigned i = 0; i < unit; ++i)
-                    matrix.values[r * k_elements + chunk * unit + i] = value(memory, i);
-            }
-        }
+        const unsigned step = swizzle == 16 ? lead : 16;
+        for (unsigned row = 0; row < matrix.rows; ++row)
+            for (unsigned half = 0; half < 2; ++half)
+                add(row / 8 * stride + row % 8 * swizzle + half * step, row, half * k_elements / 2);
         return;
     }
-    if (bytes == 1) fail("wgmma: matrices of 8 bits must lie along K");
-    const unsigned units = swizzle / 16;  // of 8 rows, side by side
-    for (unsigned r = 0; r < matrix.rows; r += 8) {
-        const unsigned chunk = (first_row + r) / 8;
+    if (element_bytes(type) == 1) fail("wgmma: matrices of 8 bits must lie along K");
+    const unsigned side = swizzle / 16;  // units side by side
+    for (unsigned chunk = 0; chunk < matrix.rows / 8; ++chunk)
         for (unsigned k = 0; k < k_elements; ++k) {
-            const unsigned in_atom = k % 8 * swizzle + chunk % units * 16;
-            const unsigned atom = swizzle == 16 ? chunk * stride + k / 8 * lead
-                                                : chunk / units * lead + k / 8 * stride;
-            const unsigned char* memory = read(atom + in_atom);
-            for (unsigned i = 0; i < 8; ++i)
-                matrix.values[(r + i) * k_elements + k] = value(memory, i);
+            const unsigned inside = k % 8 * swizzle + chunk % side * 16;
+            const unsigned outside = swizzle == 16 ? chunk * stride + k / 8 * lead
+                                                   : chunk / side * lead + k / 8 * stride;
+            add(inside + outside, chunk * 8, k);
         }
+}
+
+void read_matrix(Matrix& matrix, Type type, Block& block) {
+    const unsigned bytes = element_bytes(type), k_elements = K_BYTES / bytes;
+    matrix.values.resize(matrix.rows * k_elements);
+    for (const Unit& unit : matrix.units) {
+        const unsigned char* memory = checked_async(block, unit.address, 16, 16, "wgmma reads");
+        for (unsigned i = 0; i < 16 / bytes; ++i) {
+            const unsigned row = unit.row + (matrix.is_transposed ? i : 0);
+            const unsigned k = unit.k + (matrix.is_transposed ? 0 : i);
+            const unsigned bits = bytes == 1 ? memory[i] : memory[2 * i] | memory[2 * i + 1] << 8;
+            matrix.values[row * k_elements + k] = widen(type, bits);
+        }
+    }
+}
+
+// Nobody may write where it lies from now on, or may again.
+void announce(const Matrix& matrix, Block& block, bool is_read) {
+    for (const Unit& unit : matrix.units) {
+        checked_async(block, unit.address, 16, 16, "wgmma reads");
+        mark_read(block, unit.address, 16, is_read);
     }
 }
 
@@ -168,21 +175,21 @@ struct Multiplication {
 
 void read_operands(Issued& issued, Warp& warp) {
     const Type type = issued.product.type;
-    if (issued.a.values.empty()) read_matrix(issued.a, type, *warp.block, warp.number % 4 * 16);
-    if (issued.b.values.empty()) read_matrix(issued.b, type, *warp.block, 0);
+    if (issued.a.values.empty()) read_matrix(issued.a, type, *warp.block);
+    if (issued.b.values.empty()) read_matrix(issued.b, type, *warp.block);
 }
 
 // Of A in registers: lane 4 g + t has rows g and g + 8, and of K what starts at 4 t bytes of 16.
 void read_registers(Issued& issued, void* const (&brought)[32]) {
     const Type type = issued.product.type;
     const unsigned bytes = element_bytes(type), k_elements = K_BYTES / bytes, each = 4 / bytes;
-    issued.a.values.resize(16 * k_elements);
+    issued.a.values.resize(64 * k_elements);
     for (unsigned lane = 0; lane < 32; ++lane) {
         const auto& own = *static_cast<const Multiplication*>(brought[lane]);
         for (unsigned word = 0; word < 4; ++word) {
             if (own.a_places[word]) issued.registers.emplace_back(own.a_places[word], own.a[word]);
             for (unsigned i = 0; i < each; ++i) {
-                const unsigned row = lane / 4 + word % 2 * 8;
+                const unsigned row = self().warp->number % 4 * 16 + lane / 4 + word % 2 * 8;
                 const unsigned k = word / 2 * (k_elements / 2) + lane % 4 * each + i;
                 issued.a.values[row * k_elements + k] = widen(type, own.a[word] >> 8 * bytes * i);
             }
@@ -217,12 +224,18 @@ void issue(void* const (&brought)[32]) {
     ++sums->users;
     Issued issued{*first.product,
                   sums,
-                  {first.a_matrix, first.product->a_is_transposed, 16, {}},
-                  {first.b_matrix, first.product->b_is_transposed, first.product->columns, {}},
+                  {first.a_matrix, first.product->a_is_transposed, 64, {}, {}},
+                  {first.b_matrix, first.product->b_is_transposed, first.product->columns, {}, {}},
                   first.accumulates,
                   warp.group,
                   {}};
-    if (first.a) read_registers(issued, brought);
+    if (first.a)
+        read_registers(issued, brought);
+    else
+        find_units(issued.a, issued.product.type);
+    find_units(issued.b, issued.product.type);
+    announce(issued.a, *warp.block, true);
+    announce(issued.b, *warp.block, true);
     if (happens(temper.early)) read_operands(issued, warp);
     warp.products.push_back(std::move(issued));
 }
@@ -243,6 +256,8 @@ float narrow_sum(const float (&terms)[K_BYTES + 1]) {
 
 void complete(Issued& issued, Warp& warp) {
     read_operands(issued, warp);
+    announce(issued.a, *warp.block, false);
+    announce(issued.b, *warp.block, false);
     for (auto [place, value] : issued.registers)
         if (memcmp(place, &value, 4) != 0)
             fail("wrote to the registers of a matrix while a wgmma that reads them is under way");
@@ -252,7 +267,7 @@ void complete(Issued& issued, Warp& warp) {
     const float sign = float(issued.product.a_sign * issued.product.b_sign);
     Sums& sums = *issued.sums;
     for (unsigned row = 0; row < 16; ++row) {
-        const float* a = &issued.a.values[row * k_elements];
+        const float* a = &issued.a.values[(warp.number % 4 * 16 + row) * k_elements];
         for (unsigned column = 0; column < columns; ++column) {
             const float* b = &issued.b.values[column * k_elements];
             const unsigned lane = row % 8 * 4 + column % 8 / 2;

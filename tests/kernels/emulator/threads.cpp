@@ -43,22 +43,34 @@ unsigned char* checked(Block& block, unsigned address, unsigned bytes, unsigned 
 unsigned char* checked_stored(Block& block, unsigned address, unsigned bytes, unsigned alignment,
                               const char* what) {
     unsigned char* memory = checked(block, address, bytes, alignment, what);
-    for (unsigned i = 0; i < bytes; ++i)
-        if (block.loads[address - FIRST_ADDRESS + i])
-            fail("%s at shared address %#x, while a bulk load into it is under way", what,
-                 address + i);
+    const unsigned first = address - FIRST_ADDRESS;
+    for (unsigned i = first; i < first + bytes; ++i) {
+        if (block.loads[i])
+            fail("%s at shared address %#x, while a bulk load into it is under way", what, address);
+        if (block.readers[i / 16])
+            fail("%s at shared address %#x, while a wgmma or a bulk store reads it", what, address);
+    }
     return memory;
+}
+
+void mark_read(Block& block, unsigned address, unsigned bytes, bool is_read) {
+    const unsigned first = (address - FIRST_ADDRESS) / 16;
+    const unsigned last = (address - FIRST_ADDRESS + bytes - 1) / 16;
+    for (unsigned i = first; i <= last; ++i) block.readers[i] += is_read ? 1 : -1;
 }
 
 unsigned char* checked_async(Block& block, unsigned address, unsigned bytes, unsigned alignment,
                              const char* what) {
-    unsigned char* memory = checked_stored(block, address, bytes, alignment, what);
-    for (unsigned i = 0; i < bytes; ++i)
+    unsigned char* memory = checked(block, address, bytes, alignment, what);
+    for (unsigned i = 0; i < bytes; ++i) {
+        if (block.loads[address - FIRST_ADDRESS + i])
+            fail("%s at shared address %#x, while a bulk load into it is under way", what, address);
         if (const Fiber* writer = block.writer[address - FIRST_ADDRESS + i])
             fail("%s at shared address %#x, where thread %u of %s stored without a "
                  "fence.proxy.async since",
                  what, address + i, writer->warp->number * 32 + writer->lane,
                  name(*writer->warp->block).c_str());
+    }
     return memory;
 }
 

@@ -41,8 +41,8 @@ _CACHE = r"(\.(ca|cg|cs|lu|cv|wb|wt|nc))*(\.L1::\w+)?(\.L2::\w+)*"
 _VECTOR = r"(\.v[248])?\.(?P<type>[busf]\d+)"
 
 
-class EmulationError(AssertionError):
-    """What a kernel does wrong, and which thread of which block; or what no emulator can run."""
+class CompilationError(Exception):
+    """There is no way to run this text here: what is unknown, and to whom."""
 
 
 # ---- instructions ------------------------------------------------------------------------------
@@ -178,20 +178,20 @@ def _call(name: str, operands: list[str]) -> str:
             return f"{prefix}{function}{template}({', '.join(flat)});"
     function = re.sub(r"\W+", "_", name)
     if function not in _KNOWN:
-        raise EmulationError(f"the emulator does not know the PTX instruction {name}")
+        raise CompilationError(f"the emulator does not know the PTX instruction {name}")
     return f"ptx::{function}({', '.join(flat)});"
 
 
 def _wgmma(found: re.Match[str], operands: list[str]) -> str:
     kind = _MULTIPLIED[found["type"]]
     if int(found["k"]) * (1 if kind.startswith("E") else 2) != 32:
-        raise EmulationError(f"no such shape: {found.group()}")
+        raise CompilationError(f"no such shape: {found.group()}")
     sums, a, b, accumulates, a_sign, b_sign, *transposed = (each.strip() for each in operands)
     in_registers = a.startswith("{")
     names = [each.strip() for each in _flat(sums).split(",")]
     places = f"const void* const places_[] = {a.replace('operand', 'place')}; "
     if len(names) != int(found["columns"]) // 2:
-        raise EmulationError(f"{found.group()} with {len(names)} accumulators")
+        raise CompilationError(f"{found.group()} with {len(names)} accumulators")
     a_transposed, b_transposed = ("0", "0")
     if in_registers and transposed:
         (b_transposed,) = transposed
