@@ -66,14 +66,7 @@ def check(case: Case, out: Tensor) -> None:
 
 
 def tile_of(case: Case) -> DecodeTile:
-    group = case.query.shape[1] // case.key_cache.shape[1]
-    return choose_tile(
-        group,
-        case.decodes.max_queries,
-        page_size=case.key_cache.shape[2],
-        window=case.window,
-        is_fp8=case.key_cache.dtype == E4M3,
-    )
+    return module._tile_for(case.query, case.key_cache, case.decodes.max_queries, case.window)
 
 
 # ---- in the emulator ---------------------------------------------------------------------------

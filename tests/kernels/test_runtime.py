@@ -163,6 +163,22 @@ def test_loading_under_capture_is_refused_in_words(
         runtime.Kernel(CUBIN, "fill", shared_bytes=0, device=0)
 
 
+def test_a_capture_is_told_by_the_driver(install, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Capturing(Driver):
+        def cuStreamGetCaptureInfo_v2(self, stream, status, identity, *others):  # noqa: N802
+            assert (stream.value, others) == (77, (None, None, None))
+            status._obj.value, identity._obj.value = 1, 2**40 + 5
+            return 0
+
+    install(Capturing())
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert runtime.capture_id(0) == 0
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert runtime.capture_id(0) == 2**40 + 5
+
+
 # ---- tensor maps -------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ into a CUDA graph serves any. Here are its contract, and the choice of tile.
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -58,17 +59,10 @@ def attention_decode(
     and runtime.CudaError where there is no Hopper GPU.
     """
     contracts.check_gpu(query, "query")
-    if tile is None:
-        tile = choose_tile(
-            query.shape[1] // key_cache.shape[1],
-            max_queries,
-            page_size=key_cache.shape[2],
-            window=window,
-            is_fp8=key_cache.dtype == E4M3,
-        )
+    chosen = tile or _tile_for(query, key_cache, max_queries, window)
     given = (query, key_cache, value_cache, sinks, query_start, seq_lens, page_tables, out)
     scales = tuple(each for each in (key_scale, value_scale) if each is not None)
-    split = _room_of(query, tile) if tile.is_split else _NO_SPLIT
+    split = _room_of(query, chosen) if chosen.is_split else _NO_SPLIT
     runtime.launch(
         ("attention_decode", max_queries, scale, window, key_scale is None, len(scales), tile),
         (*given, *scales, *(room for room in split if room is not None)),
@@ -79,7 +73,7 @@ def attention_decode(
             window=window,
             key_scale=key_scale,
             value_scale=value_scale,
-            tile=tile,
+            tile=chosen,
             split=split,
         ),
     )
@@ -167,6 +161,16 @@ _SPLIT = {
 }
 
 
+def _tile_for(query: Tensor, key_cache: Tensor, max_queries: int, window: int | None) -> DecodeTile:
+    """Also of tensors that `prepare` refuses afterwards."""
+    is_cache = query.dim() == 3 and key_cache.dim() == 4 and key_cache.shape[1] > 0
+    group = query.shape[1] // key_cache.shape[1] if is_cache else 1
+    page_size = key_cache.shape[2] if is_cache else _TILE_KEYS
+    is_fp8 = key_cache.dtype == E4M3
+    return choose_tile(group, max_queries, page_size=page_size, window=window, is_fp8=is_fp8)
+
+
+@functools.lru_cache(maxsize=256)
 def choose_tile(
     group: int, max_queries: int, *, page_size: int, window: int | None, is_fp8: bool
 ) -> DecodeTile:
