@@ -329,6 +329,7 @@ def test_guarded_memory_ends_where_a_tensor_does(columns: int) -> None:
     x = normal(3, columns)
     copy = guarded(x)
     assert torch.equal(copy, x)
+    assert guarded(x[:0]).shape == (0, columns)
     read = "if (thread == 1) floats[0] = reinterpret_cast<float*>(arguments.data)[arguments.kind];"
     run(read, copy, torch.zeros(1), kind=x.numel() - 1)
     with pytest.raises(EmulationError, match=r"thread 1: reads or writes .*, which is no memory"):
@@ -479,7 +480,7 @@ def test_what_the_compiler_or_the_emulator_does_not_know_is_named(
     with pytest.raises(CompilationError, match=r"g\+\+ refused a kernel.*\n.*no_such"):
         run("no_such_thing();", nothing, nothing)
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(CompilationError, match=r"compiles kernels with g\+\+, and there is none"):
+    with pytest.raises(CompilationError, match=r"kernels by g\+\+, and there is none"):
         run("floats[1] = 1;", nothing, nothing)
 
 

@@ -115,7 +115,7 @@ def guarded(tensor: torch.Tensor) -> torch.Tensor:
     Up to 15 bytes behind it can be read, as its end lies at a multiple of 16.
     """
     room = -(-tensor.nbytes // 16) * 16
-    bytes_before = -(-room // mmap.PAGESIZE) * mmap.PAGESIZE
+    bytes_before = (room // mmap.PAGESIZE + 1) * mmap.PAGESIZE
     memory = mmap.mmap(-1, bytes_before + mmap.PAGESIZE)
     first = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     protect = ctypes.CDLL(None, use_errno=True).mprotect
@@ -238,9 +238,7 @@ def _build(output: Path, arguments: list[str]) -> None:
     """Under another name first: several processes may build the same."""
     compiler = shutil.which("g++")
     if compiler is None:
-        raise CompilationError(
-            "the emulator of Hopper compiles kernels with g++, and there is none"
-        )
+        raise CompilationError("the emulator compiles Hopper's kernels by g++, and there is none")
     partial = output.with_name(f"{output.stem}.{os.getpid()}{output.suffix}")
     found = subprocess.run(
         [compiler, *arguments, "-o", str(partial)], capture_output=True, text=True
