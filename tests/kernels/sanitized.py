@@ -386,43 +386,56 @@ PREFILLS = (
 )
 
 
+# Who have read queries, tiles and values, and cleared or widened values.
+PREFILL_ARRIVALS = (
+    ("if (lane == 0) barrier_arrive(empty);", "barrier_arrive(empty);"),
+    (
+        "if (lane == 0) barrier_arrive(shared + barrier + slot * 8);",
+        "barrier_arrive(shared + barrier + slot * 8);",
+    ),
+    ("i * 8, MATH_WARPS + HELPERS);", "i * 8, (MATH_WARPS + HELPERS) * 32);"),
+    ("END_CLEARED + i * 8, 1);", "END_CLEARED + i * 8, 32);"),
+    ("START_CLEARED + i * 8, 1);", "START_CLEARED + i * 8, 32);"),
+    ("KEY_EMPTY + i * 8, MATH_WARPS);", "KEY_EMPTY + i * 8, MATH_WARPS * 32);"),
+    (
+        "WIDENS ? HELPERS : MATH_WARPS + HELPERS);",
+        "32 * (WIDENS ? HELPERS : MATH_WARPS + HELPERS));",
+    ),
+    ("WIDE_FULL + i * 8, HELPERS);", "WIDE_FULL + i * 8, HELPERS * 32);"),
+    ("WIDE_EMPTY + i * 8, MATH_WARPS);", "WIDE_EMPTY + i * 8, MATH_WARPS * 32);"),
+)
+
+
 @dataclass(frozen=True)
 class PrefillWhereAllArrive(prefill.PrefillTile):
-    """Who have read queries and tiles, and cleared values."""
-
     @property
     def spec(self) -> KernelSpec:
-        return where_all_lanes_arrive(
-            super().spec,
-            (
-                ("if (lane == 0) barrier_arrive(empty);", "barrier_arrive(empty);"),
-                (
-                    "if (lane == 0) barrier_arrive(shared + barrier + slot * 8);",
-                    "barrier_arrive(shared + barrier + slot * 8);",
-                ),
-                (
-                    "QUERY_EMPTY + i * 8, MATH_WARPS + 1);",
-                    "QUERY_EMPTY + i * 8, MATH_WARPS * 32 + 32);",
-                ),
-                ("END_CLEARED + i * 8, 1);", "END_CLEARED + i * 8, 32);"),
-                ("START_CLEARED + i * 8, 1);", "START_CLEARED + i * 8, 32);"),
-                ("KEY_EMPTY + i * 8, MATH_WARPS);", "KEY_EMPTY + i * 8, MATH_WARPS * 32);"),
-                (
-                    "VALUE_EMPTY + i * 8, MATH_WARPS + 1);",
-                    "VALUE_EMPTY + i * 8, MATH_WARPS * 32 + 32);",
-                ),
-            ),
-        )
+        return where_all_lanes_arrive(super().spec, PREFILL_ARRIVALS)
 
 
-def prefill_calls(tile_class: type[prefill.PrefillTile]) -> Iterator[Call]:
+@dataclass(frozen=True)
+class PrefillFp8WhereAllArrive(prefill.PrefillFp8Tile):
+    @property
+    def spec(self) -> KernelSpec:
+        return where_all_lanes_arrive(super().spec, PREFILL_ARRIVALS)
+
+
+PREFILL_TWINS = {
+    prefill.PrefillTile: PrefillWhereAllArrive,
+    prefill.PrefillFp8Tile: PrefillFp8WhereAllArrive,
+}
+
+
+def prefill_calls(*, are_twins: bool) -> Iterator[Call]:
     def error(tile: prefill.PrefillTile, shape: int, window: int | None) -> float:
         sequences, heads, page_size = PREFILLS[shape]
-        case = make_case(sequences, heads=heads, page_size=page_size, window=window)
+        case = make_case(
+            sequences, heads=heads, page_size=page_size, window=window, dtype=tile.dtype
+        )
         return attention_error(partial(prefill.attention_prefill, tile=tile), case)
 
     for served in prefill.served_tiles():
-        tile = tile_class(**vars(served))
+        tile = PREFILL_TWINS[type(served)](**vars(served)) if are_twins else served
         for shape, window in product(
             range(len(PREFILLS)), (20, 128) if tile.has_window else (None,)
         ):
@@ -538,8 +551,8 @@ OPERATORS: dict[str, Callable[[], Iterable[Call]]] = {
     "grouped_linear_fp8": grouped_linear_calls,
     "attention_decode": partial(decode_calls, decode.DecodeTile),
     f"attention_decode{TWIN}": partial(decode_calls, DecodeWhereAllArrive),
-    "attention_prefill": partial(prefill_calls, prefill.PrefillTile),
-    f"attention_prefill{TWIN}": partial(prefill_calls, PrefillWhereAllArrive),
+    "attention_prefill": partial(prefill_calls, are_twins=False),
+    f"attention_prefill{TWIN}": partial(prefill_calls, are_twins=True),
     "few_rows_fp8": partial(few_rows_calls, FewRowsTile),
     f"few_rows_fp8{TWIN}": partial(few_rows_calls, FewRowsWhereAllArrive),
     "dispatch_fp8": dispatch_calls,

@@ -1,8 +1,12 @@
 """Attention with sinks of many queries a sequence over paged keys and values: reference.attention.
 
 4 T N D operations for each key that a token sees, on the tensor cores, and T N exponentials, of
-which 16 a cycle and multiprocessor take as long as the operations at D = 64: bound by both. The
-kernel is attention_prefill.cu; here are its contract, and the choice of tile.
+which 16 a cycle and multiprocessor take as long as the operations at D = 64: bound by both. Keys of
+e4m3 are multiplied as they are, by queries of one e4m3 value or two: half the operations with keys,
+or none less. Values of e4m3 are widened to fp16, so their operations stay.
+
+The kernels are attention_prefill.cu and attention_prefill_fp8.cu, most of both is
+attention_prefill.cuh; here are their contract, and the choice of tile.
 """
 
 from __future__ import annotations
@@ -46,8 +50,8 @@ def attention_prefill(
     """Writes the rows of `out` [T, N * D] bf16 that query_start names, and no others.
 
     query_start [B + 1] int32 holds rows of `query` [T, N, D] and need not begin at 0; all else as
-    of reference.attention. Caches in bf16; pages of 16 to 256 tokens. `scale` above 0. Sinks must
-    not be written by the kernel launched just before on the same stream. A launch counts its tiles
+    of reference.attention. Pages of 16 to 256 tokens; `scale` above 0. Sinks must not be written by
+    the kernel launched just before on the same stream. A launch counts its tiles
     in memory of its own, so the same one (the same tensors) must not run on two streams at once.
     Raises ValueError on anything else, and runtime.CudaError where there is no Hopper GPU.
     """
@@ -70,10 +74,11 @@ def attention_prefill(
 
 @dataclass(frozen=True)
 class PrefillTile:
-    """Rows and keys of a tile, and how its work is overlapped: what the kernel is compiled for.
+    """Rows and keys of a tile over caches of bf16, and how its work is overlapped: what the kernel
+    is compiled for.
 
     warpgroups: of 64 rows; block: keys at a time; stages: slots for keys and for values; blocks:
-    on a multiprocessor; overlaps, turns, is_optimistic: see attention_prefill.cu; polynomials: of
+    on a multiprocessor; overlaps, turns, is_optimistic: see attention_prefill.cuh; polynomials: of
     8 exponentials, those that the multiply-add units compute; slack: log2 of how far a maximum may
     outgrow what its row is scaled by; is_dynamic: tiles go to whichever block is free.
     """
@@ -91,7 +96,8 @@ class PrefillTile:
     has_window: bool = False
     is_dynamic: bool = True
 
-    source = "attention_prefill"
+    name = "attention_prefill"
+    dtype = torch.bfloat16
 
     @property
     def rows(self) -> int:
@@ -123,7 +129,9 @@ class PrefillTile:
         return {
             "WARPGROUPS": self.warpgroups,
             "BLOCK_N": self.block,
+            "CACHE_BYTES": self.dtype.itemsize,
             "STAGES": self.stages,
+            "WIDE_STAGES": self.stages,
             "QUERY_SLOTS": self.query_slots,
             "BLOCKS": self.blocks,
             "OVERLAPS": int(self.overlaps),
@@ -140,13 +148,20 @@ class PrefillTile:
         }
 
     @property
+    def products(self) -> str:
+        """Of queries and keys, of weights and values."""
+        keys = runtime.wgmma_source(self.block, "bf16")
+        return keys + runtime.wgmma_source(
+            _HEAD_DIM, "bf16", a_in_registers=True, transposes_b=True
+        )
+
+    @property
     def spec(self) -> runtime.KernelSpec:
         return runtime.KernelSpec(
-            self.source,
-            files=("mma.cuh", f"{self.source}.cu"),
+            self.name,
+            files=("mma.cuh", "attention_prefill.cuh", f"{self.name}.cu"),
             defines=tuple(self.defines.items()),
-            generated=runtime.wgmma_source(self.block, "bf16")
-            + runtime.wgmma_source(_HEAD_DIM, "bf16", a_in_registers=True, transposes_b=True),
+            generated=self.products,
             shared_bytes=self.shared_bytes,
             variant=self.variant,
         )
@@ -163,23 +178,68 @@ class PrefillTile:
         return " ".join([f"{self.rows}x{self.block}", *others])
 
 
+@dataclass(frozen=True)
+class PrefillFp8Tile(PrefillTile):
+    """The same over caches of e4m3.
+
+    wide_stages: slots for values in fp16; query_terms: e4m3 values for each of a query, 1 or 2;
+    widens_by_shifts: see attention_prefill_fp8.cu.
+    """
+
+    wide_stages: int = 4
+    query_terms: int = 2
+    widens_by_shifts: bool = False
+
+    name = "attention_prefill_fp8"
+    dtype = torch.float8_e4m3fn
+
+    @property
+    def shared_bytes(self) -> int:
+        queries = self.query_slots * (self.rows * _ROW_BYTES + 32 + 32)
+        narrow = 2 * self.stages * (self.block * _HEAD_DIM + 16)
+        return queries + narrow + self.wide_stages * (self.block * _ROW_BYTES + 16)
+
+    @property
+    def defines(self) -> dict[str, int]:
+        return super().defines | {
+            "WIDE_STAGES": self.wide_stages,
+            "QUERY_TERMS": self.query_terms,
+            "WIDENS_BY_SHIFTS": int(self.widens_by_shifts),
+        }
+
+    @property
+    def products(self) -> str:
+        keys = runtime.wgmma_source(self.block, "e4m3", narrow_b=True)
+        return keys + runtime.wgmma_source(_HEAD_DIM, "f16", a_in_registers=True, transposes_b=True)
+
+
 _FULL_TILE = PrefillTile()
 _WINDOW_TILE = PrefillTile(block=64, stages=8, turns=0, has_window=True)
 
+_FULL_FP8_TILE = PrefillFp8Tile()
+_WINDOW_FP8_TILE = PrefillFp8Tile(block=64, stages=8, wide_stages=6, turns=0, has_window=True)
 
-def choose_tile(*, has_window: bool) -> PrefillTile:
+
+def choose_tile(dtype: torch.dtype, *, has_window: bool) -> PrefillTile:
+    """For caches of that type."""
+    if dtype == torch.float8_e4m3fn:
+        return _WINDOW_FP8_TILE if has_window else _FULL_FP8_TILE
     return _WINDOW_TILE if has_window else _FULL_TILE
 
 
 def served_tiles() -> Iterator[PrefillTile]:
     """All that choose_tile can give."""
-    return (choose_tile(has_window=has_window) for has_window in (False, True))
+    return (
+        choose_tile(dtype, has_window=has_window)
+        for dtype in contracts.CACHE_DTYPES
+        for has_window in (False, True)
+    )
 
 
 class _Arguments(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query_start", "seq_lens", "page_tables")),
-        *((name, ctypes.c_void_p) for name in ("sinks", "out")),
+        *((name, ctypes.c_void_p) for name in ("key_scales", "value_scales", "sinks", "out")),
         *((name, ctypes.c_int) for name in ("num_sequences", "num_heads", "num_kv_heads")),
         *((name, ctypes.c_int) for name in ("log_group", "log_page_size", "box_rows", "max_pages")),
         *(("window", ctypes.c_int), ("scale", ctypes.c_float), ("counter", ctypes.c_int)),
@@ -210,13 +270,13 @@ def prepare(
     num_kv_heads, page_size = key_cache.shape[1:3]
     contracts.check_output("out", out, torch.bfloat16, (num_tokens, num_heads * _HEAD_DIM), query)
     contracts.check_contiguous("out", out)
-    if key_cache.dtype != torch.bfloat16:
-        raise ValueError(f"caches must be bf16, got {key_cache.dtype}")
     if not scale > 0:
         raise ValueError(f"scale must be above 0, got {scale}")
-    tile = tile or choose_tile(has_window=window is not None)
+    tile = tile or choose_tile(key_cache.dtype, has_window=window is not None)
     if tile.has_window != (window is not None):
         raise ValueError(f"{tile} is for layers {'with' if tile.has_window else 'without'} window")
+    if tile.dtype != key_cache.dtype:
+        raise ValueError(f"{tile} is for caches of {tile.dtype}, got {key_cache.dtype}")
 
     device = query.get_device()
     num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -225,16 +285,22 @@ def prepare(
     tokens = tile.rows // group
     most_tiles = (num_tokens // tokens + num_sequences) * num_kv_heads
     box_rows = min(page_size, tile.block & -tile.block, _MAXIMUM_BOX_ROWS)
-    caches = (cache.view(-1, _HEAD_DIM) for cache in (key_cache, value_cache))
+    box = (box_rows, _HEAD_DIM)
+    # The tensor cores read swizzled rows: keys, and values that need not be widened.
+    row_bytes = _HEAD_DIM * key_cache.itemsize
+    value_swizzle = row_bytes if row_bytes == _ROW_BYTES else 0
     return runtime.Launch(
         runtime.load(tile.spec, device),
         grid=min(most_tiles, tile.blocks * num_multiprocessors),
         threads=tile.threads,
         arguments=(
             runtime.tensor_map(query, (tokens, group, _HEAD_DIM), 128),
-            *(runtime.tensor_map(cache, (box_rows, _HEAD_DIM), 128) for cache in caches),
+            runtime.tensor_map(key_cache.view(-1, _HEAD_DIM), box, row_bytes),
+            runtime.tensor_map(value_cache.view(-1, _HEAD_DIM), box, value_swizzle),
             _Arguments(
-                *(tensor.data_ptr() for tensor in (query_start, seq_lens, page_tables, sinks, out)),
+                *(tensor.data_ptr() for tensor in (query_start, seq_lens, page_tables)),
+                *(None if each is None else each.data_ptr() for each in (key_scale, value_scale)),
+                *(sinks.data_ptr(), out.data_ptr()),
                 *(num_sequences, num_heads, num_kv_heads),
                 *(group.bit_length() - 1, page_size.bit_length() - 1),
                 *(box_rows, page_tables.shape[1], window or 0),

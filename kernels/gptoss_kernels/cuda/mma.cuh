@@ -30,6 +30,16 @@ __device__ __forceinline__ void multiply_bf16(float (&sums)[4], const uint32_t (
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// The same of 16 x 8 x 32: lane l stands at columns l % 4 * 4 and the next three.
+__device__ __forceinline__ void multiply_e4m3(float (&sums)[4], const uint32_t (&a)[4],
+                                              const uint32_t (&b)[2]) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3},"
+        " {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
 // Two halves from the lower, two from the upper two of four e4m3 values.
 __device__ __forceinline__ void to_halves(uint32_t values, uint32_t& low, uint32_t& high) {
     asm("{\n"

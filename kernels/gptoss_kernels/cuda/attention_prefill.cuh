@@ -1,0 +1,687 @@
+// Attention with sinks of many queries over keys and values in pages: see attention_prefill.py. What
+// it is for caches of any type; attention_prefill.cu and attention_prefill_fp8.cu say how they
+// multiply, and what Helpers do, warps beside the one that loads.
+//
+// A tile is the queries of TOKENS neighbouring tokens of one sequence, with the G query heads that
+// share one key-value head: row = token * G + head, 64 rows a warpgroup. A persistent block has one
+// warp that feeds tiles to WARPGROUPS warpgroups through the copy engine: queries into one of
+// QUERY_SLOTS, keys and values, BLOCK_N at a time, into rings of STAGES slots. It runs ahead of them
+// over the ends of tiles.
+//
+// Softmax is that of powers of two. A row's scores times `scale` are taken relative to an integer
+// `reference`, at least SLACK below their maximum so far: a power is at most 2^SLACK, and sums are
+// rescaled only when a maximum has outgrown the reference by that. The sink joins the sum at the end.
+//
+// IS_OPTIMISTIC: where nothing is masked, no maximum is looked for either. Powers are taken relative
+// to the reference as it is, and only if their sum comes out too large does the warp multiply these
+// keys once more, by itself, and raise its references first.
+//
+// Keys come from the last to the first, so that the block that the diagonal crosses, and that ends
+// with slots of nobody, is the first one, which is written out. OVERLAPS: scores of the next block
+// are multiplied beside the values of this one, whose sums are waited for after the next powers.
+// TURNS: warpgroups hand each other the tensor cores, so that one has its powers computed while the
+// others multiply: not at all (0), when scores are under way (1), or when values are, too (2).
+//
+// Defined by whoever compiles this: CACHE_BYTES (of a value), WARPGROUPS, BLOCK_N, STAGES, QUERY_SLOTS, BLOCKS (on a
+// multiprocessor), OVERLAPS, TURNS, POLYNOMIALS (of 8 powers, those on the multiply-add
+// units), SLACK, IS_OPTIMISTIC, HAS_WINDOW, IS_DYNAMIC (tiles go to whichever block is free), COUNTERS,
+// SHARED_BYTES, MATH_REGISTERS, PRODUCER_REGISTERS.
+
+constexpr int D = 64;
+constexpr int ROW_BYTES = D * 2;  // of queries, of results, of values when they are multiplied
+constexpr int CACHE_ROW_BYTES = D * CACHE_BYTES;
+constexpr bool WIDENS = CACHE_BYTES == 1;  // values, on their way from slot to slot
+constexpr int ROWS = 64 * WARPGROUPS;
+constexpr int MATH_THREADS = 128 * WARPGROUPS;
+constexpr int THREADS = MATH_THREADS + 128;
+constexpr int MATH_WARPS = MATH_THREADS / 32;
+constexpr int HELPERS = WIDENS ? 3 : 1;  // warps
+
+constexpr int QUERY_BYTES = ROWS * ROW_BYTES;
+constexpr int BLOCK_BYTES = BLOCK_N * CACHE_ROW_BYTES;  // of keys, or of values
+constexpr int WIDE_BYTES = BLOCK_N * ROW_BYTES;
+
+constexpr int QUERY_OFFSET = 0;
+constexpr int KEY_OFFSET = QUERY_OFFSET + QUERY_SLOTS * QUERY_BYTES;
+constexpr int VALUE_OFFSET = KEY_OFFSET + STAGES * BLOCK_BYTES;
+constexpr int WIDE_OFFSET = WIDENS ? VALUE_OFFSET + STAGES * BLOCK_BYTES : VALUE_OFFSET;
+constexpr int TILE_OFFSET = WIDE_OFFSET + WIDE_STAGES * WIDE_BYTES;
+constexpr int BARRIER_OFFSET = TILE_OFFSET + QUERY_SLOTS * 32;
+constexpr int NUM_BARRIERS = 4 * QUERY_SLOTS + 4 * STAGES + (WIDENS ? 2 * WIDE_STAGES : 0);
+static_assert(BARRIER_OFFSET + NUM_BARRIERS * 8 <= SHARED_BYTES, "too little memory");
+static_assert(BLOCK_N % 16 == 0 && BLOCK_N <= 256, "wgmma multiplies 8 to 256 columns, 16 deep");
+
+// Barriers of slots. Those of queries have two more, without WIDENS: values of their tile are
+// cleared behind the last key that a query sees, and before the first one.
+constexpr int QUERY_FULL = BARRIER_OFFSET;
+constexpr int QUERY_EMPTY = QUERY_FULL + QUERY_SLOTS * 8;
+constexpr int END_CLEARED = QUERY_EMPTY + QUERY_SLOTS * 8;
+constexpr int START_CLEARED = END_CLEARED + QUERY_SLOTS * 8;
+constexpr int KEY_FULL = START_CLEARED + QUERY_SLOTS * 8;
+constexpr int KEY_EMPTY = KEY_FULL + STAGES * 8;
+constexpr int VALUE_FULL = KEY_EMPTY + STAGES * 8;
+constexpr int VALUE_EMPTY = VALUE_FULL + STAGES * 8;
+constexpr int WIDE_FULL = WIDENS ? VALUE_EMPTY + STAGES * 8 : VALUE_FULL;
+constexpr int WIDE_EMPTY = WIDENS ? WIDE_FULL + WIDE_STAGES * 8 : VALUE_EMPTY;
+
+// Named barriers; 0 is __syncthreads.
+constexpr int TURN_BARRIER = 1;  // + warpgroup
+constexpr int GROUP_BARRIER = TURN_BARRIER + WARPGROUPS;
+
+constexpr uint32_t ALL_LANES = 0xFFFFFFFF;
+constexpr float LOG2_E = 1.44269504f;
+// Of a lane's powers of one row and block, where no maximum is looked for; fp16 ends at 2^16.
+constexpr float MAXIMUM_SUM = WIDENS ? 0x1p15f : 0x1p40f;
+// Below every score, and its difference to one is no NaN.
+constexpr float NO_REFERENCE = -1e37f;
+// log2 of the largest power. bf16 has fp32's range; fp16 keeps the most of small powers where the
+// largest are as large as it can hold.
+constexpr int HIGHEST = WIDENS ? 15 : SLACK;
+
+__device__ unsigned int counters[COUNTERS][2];
+
+struct Arguments {
+    const int* query_start;
+    const int* seq_lens;
+    const int* page_tables;
+    const float *key_scales, *value_scales;  // of heads, or null
+    const float* sinks;
+    unsigned char* out;
+    int num_sequences, num_heads, num_kv_heads;
+    int log_group;      // of the query heads that share a key-value head
+    int log_page_size;
+    int box_rows;       // of keys or values that one copy brings
+    int max_pages;      // of a sequence
+    int window;
+    float scale;        // of scores as powers of two
+    int counter;        // which of `counters` this launch has
+};
+
+template <int SLOTS>
+struct Ring {
+    int slot = 0;
+    uint32_t phase = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (++slot == SLOTS) {
+            slot = 0;
+            phase ^= 1;
+        }
+    }
+};
+
+// What the warpgroups are told. A tile without keys is the end.
+struct Tile {
+    int first_row;   // of query, a token's
+    int num_tokens;
+    int position;    // of the first token
+    int head;        // of keys and values
+    int first_key;
+    int num_keys;    // from there to the last token's
+    float key_scale, value_scale;
+
+    __device__ __forceinline__ int num_blocks() const {
+        return (num_keys + BLOCK_N - 1) / BLOCK_N;
+    }
+
+    __device__ __forceinline__ void put(uint32_t place) const {
+        store_shared(place, first_row, num_tokens, position, head);
+        store_shared(place + 16, first_key, num_keys, __float_as_int(key_scale),
+                     __float_as_int(value_scale));
+    }
+
+    __device__ __forceinline__ void get(uint32_t place) {
+        int key, value;
+        load_shared(place, first_row, num_tokens, position, head);
+        load_shared(place + 16, first_key, num_keys, key, value);
+        first_row = same_in_warp(first_row);
+        num_tokens = same_in_warp(num_tokens);
+        position = same_in_warp(position);
+        head = same_in_warp(head);
+        first_key = same_in_warp(first_key);
+        num_keys = same_in_warp(num_keys);
+        if constexpr (WIDENS) {
+            key_scale = __int_as_float(same_in_warp(key));
+            value_scale = __int_as_float(same_in_warp(value));
+        }
+    }
+};
+
+// ---- one warp that loads ---------------------------------------------------------------------
+
+struct Producer {
+    struct Work {
+        Tile tile;
+        const int* pages;  // of its sequence
+    };
+
+    const uint32_t shared;
+    const TensorMap *const query_map, *const key_map, *const value_map;
+    const Arguments& arguments;
+    const int lane = threadIdx.x % 32;
+    const int tokens = ROWS >> arguments.log_group;          // of a tile
+    const int block_boxes = BLOCK_N / arguments.box_rows;    // of keys, or of values
+    const int chunk_blocks = 32 / block_boxes;               // whose boxes have a lane each
+    Ring<QUERY_SLOTS> queries;
+    Ring<STAGES> blocks;
+
+    // 32 sequences, one in each lane: the tiles up to its last, its queries, the first one's row,
+    // its length. Tiles are asked for in ascending order, so no earlier sequence comes again.
+    int first_sequence = -32, tiles_before = 0, tiles_here = 0;
+    int last_tile = 0, num_queries = 0, query_row = 0, length = 0;
+
+    __device__ __forceinline__ void read_sequences() {
+        tiles_before += tiles_here;
+        first_sequence += 32;
+        const int b = first_sequence + lane;
+        num_queries = 0;
+        if (b < arguments.num_sequences) {
+            query_row = arguments.query_start[b];
+            num_queries = arguments.query_start[b + 1] - query_row;
+            length = arguments.seq_lens[b];
+        }
+        last_tile = (num_queries + tokens - 1) / tokens * arguments.num_kv_heads;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const int before = __shfl_up_sync(ALL_LANES, last_tile, step);
+            if (lane >= step) last_tile += before;
+        }
+        tiles_here = __shfl_sync(ALL_LANES, last_tile, 31);
+    }
+
+    // Of a sequence the last tokens first, as they see the most keys; heads of one token's tile are
+    // neighbours, so that blocks at work at one time go through the same keys. No keys: the end.
+    __device__ __forceinline__ Work find(int index) {
+        while (index >= tiles_before + tiles_here) {
+            if (first_sequence + 32 >= arguments.num_sequences) return Work{};
+            read_sequences();
+        }
+        index -= tiles_before;
+        const int found = __ffs(__ballot_sync(ALL_LANES, last_tile > index)) - 1;
+        const int end = __shfl_sync(ALL_LANES, last_tile, found);
+        const int queries = __shfl_sync(ALL_LANES, num_queries, found);
+        const int row = __shfl_sync(ALL_LANES, query_row, found);
+        const int keys = __shfl_sync(ALL_LANES, length, found);
+        const int from_last = end - 1 - index;
+        const int token_tile = from_last / arguments.num_kv_heads;
+        const int first = token_tile * tokens;
+        Work work;
+        Tile& tile = work.tile;
+        tile.head = from_last - token_tile * arguments.num_kv_heads;
+        tile.first_row = row + first;
+        tile.num_tokens = min(tokens, queries - first);
+        tile.position = keys - queries + first;
+        tile.first_key = HAS_WINDOW ? max(tile.position - arguments.window + 1, 0) &
+                                          ~(arguments.box_rows - 1)
+                                    : 0;
+        tile.num_keys = tile.position + tile.num_tokens - tile.first_key;
+        if constexpr (WIDENS) {
+            tile.key_scale = arguments.key_scales ? arguments.key_scales[tile.head] : 1;
+            tile.value_scale = arguments.value_scales ? arguments.value_scales[tile.head] : 1;
+        }
+        work.pages = arguments.page_tables +
+                     static_cast<long long>(first_sequence + found) * arguments.max_pages;
+        return work;
+    }
+
+    // Of the boxes of `chunk_blocks` blocks, in order, one for each lane: the row of the caches'
+    // matrices where it begins; negative where there is nothing to load.
+    __device__ __forceinline__ int box_rows_of(const Work& work, int chunk) const {
+        const int box = chunk * chunk_blocks * block_boxes + lane;
+        const int offset = box * arguments.box_rows;
+        if (lane >= chunk_blocks * block_boxes || offset >= work.tile.num_keys) return -1;
+        const int key = work.tile.first_key + offset;
+        const int page = work.pages[key >> arguments.log_page_size];
+        return ((page * arguments.num_kv_heads + work.tile.head) << arguments.log_page_size) +
+               (key & ((1 << arguments.log_page_size) - 1));
+    }
+
+    __device__ __forceinline__ void load_boxes(const TensorMap* map, int slots, int full, int empty,
+                                               int row) {
+        const int box_bytes = arguments.box_rows * CACHE_ROW_BYTES;
+        const int num_boxes = __popc(__ballot_sync(ALL_LANES, row >= 0));
+        barrier_wait(shared + empty + blocks.slot * 8, blocks.phase ^ 1);
+        if (lane == 0) barrier_expect(shared + full + blocks.slot * 8, num_boxes * box_bytes);
+        __syncwarp();
+        if (row >= 0)
+            load_box(shared + slots + blocks.slot * BLOCK_BYTES + lane * box_bytes, map,
+                     shared + full + blocks.slot * 8, 0, row);
+    }
+
+    __device__ __forceinline__ void load_queries(const Tile& tile) {
+        barrier_wait(shared + QUERY_EMPTY + queries.slot * 8, queries.phase ^ 1);
+        if (lane == 0) {
+            const uint32_t full = shared + QUERY_FULL + queries.slot * 8;
+            tile.put(shared + TILE_OFFSET + queries.slot * 32);
+            if (tile.num_keys > 0) {
+                barrier_expect(full, QUERY_BYTES);
+                load_box(shared + QUERY_OFFSET + queries.slot * QUERY_BYTES, query_map, full, 0,
+                         tile.head << arguments.log_group, tile.first_row);
+            } else {
+                barrier_arrive(full);
+            }
+        }
+        queries.advance();
+    }
+
+    // `rows`: of the last chunk.
+    __device__ __forceinline__ void load_blocks(const Work& work, int rows) {
+        const int last = work.tile.num_blocks() - 1;
+        int chunk = last / chunk_blocks, inside = last - chunk * chunk_blocks;
+        int next_rows = chunk > 0 ? box_rows_of(work, chunk - 1) : -1;
+        for (int block = last; block >= 0; --block) {
+            const int row = __shfl_sync(ALL_LANES, rows, inside * block_boxes + lane);
+            const int own_row = lane < block_boxes ? row : -1;
+            load_boxes(key_map, KEY_OFFSET, KEY_FULL, KEY_EMPTY, own_row);
+            load_boxes(value_map, VALUE_OFFSET, VALUE_FULL, VALUE_EMPTY, own_row);
+            blocks.advance();
+            if (--inside < 0 && block > 0) {
+                inside = chunk_blocks - 1;
+                rows = next_rows;
+                --chunk;
+                next_rows = chunk > 0 ? box_rows_of(work, chunk - 1) : -1;
+            }
+        }
+    }
+
+    // The index of this block's tile number `round`. Asked for a tile ahead, for what a counter in
+    // memory answers is late.
+    __device__ __forceinline__ int next_index(int round) const {
+        const int grid = gridDim.x, own = blockIdx.x;
+        if constexpr (IS_DYNAMIC)
+            return lane == 0 ? grid + atomicAdd(&counters[arguments.counter][0], 1) : 0;
+        else  // to and fro, so that no block has the longer tile of each round
+            return round * grid + (round % 2 ? grid - 1 - own : own);
+    }
+
+    __device__ __forceinline__ void run() {
+        wait_for_previous_kernels();
+        Work work = find(blockIdx.x);
+        int rows = -1, index = 0;
+        if (work.tile.num_keys > 0) {
+            rows = box_rows_of(work, (work.tile.num_blocks() - 1) / chunk_blocks);
+            index = next_index(1);  // and always read: it must not follow what ends the count
+        }
+        for (int round = 2; work.tile.num_keys > 0; ++round) {
+            const Work next = find(__shfl_sync(ALL_LANES, index, 0));
+            int next_rows = -1;
+            if (next.tile.num_keys > 0) {
+                next_rows = box_rows_of(next, (next.tile.num_blocks() - 1) / chunk_blocks);
+                index = next_index(round);
+            }
+            load_queries(work.tile);
+            load_blocks(work, rows);
+            work = next;
+            rows = next_rows;
+        }
+        load_queries(work.tile);
+        if (IS_DYNAMIC && lane == 0) {
+            unsigned int* counter = counters[arguments.counter];
+            if (atomicAdd(counter + 1, 1) == gridDim.x - 1) counter[0] = counter[1] = 0;
+        }
+        allow_next_kernel();
+    }
+};
+
+// ---- warpgroups that multiply ----------------------------------------------------------------
+
+// 2^x to 8e-5 of its value, for x below -126 2^-126. On the multiply-add units.
+__device__ __forceinline__ float exp2_polynomial(float x) {
+    constexpr float TO_INTEGER = 12582912.f;  // 1.5 * 2^23: the sum's last bit is worth 1
+    x = fmaxf(x, -126.f);
+    if (IS_OPTIMISTIC) x = fminf(x, 127.f);
+    const float shifted = x + TO_INTEGER;
+    const float rest = x - (shifted - TO_INTEGER);
+    float power = fmaf(rest, 0.0551716685f, 0.242611125f);
+    power = fmaf(rest, power, 0.693260968f);
+    power = fmaf(rest, power, 0.999928057f);
+    return __uint_as_float((__float_as_uint(shifted) << 23) + __float_as_uint(power));
+}
+
+struct Math {
+    // A lane has rows lane / 4 and that + 8 of its warp's 16, and of each 8 columns the two from
+    // lane % 4 * 2 on: element 4 i + 2 r + c is row r, column 8 i + c.
+    float scores[BLOCK_N / 2];
+    uint32_t powers[BLOCK_N / 16][4];
+    float sums[D / 2];
+    float reference[2], total[2], factor[2];
+    float scale[2];  // of scores, as powers of two
+
+    const uint32_t shared;
+    const Arguments& arguments;
+    const int group, lane = threadIdx.x % 32;
+    const int warp_row;  // of the tile, this warp's first
+    const uint32_t query_descriptor, key_descriptor, value_descriptor;  // of the first slots
+    Ring<QUERY_SLOTS> queries;
+    Ring<STAGES> keys;
+    Ring<WIDE_STAGES> values;
+    Tile tile;
+
+    __device__ __forceinline__ Math(uint32_t shared, const Arguments& arguments, int group)
+        : shared(shared),
+          arguments(arguments),
+          group(group),
+          warp_row(same_in_warp(threadIdx.x / 32 * 16)),
+          query_descriptor(same_in_warp(
+              matrix_descriptor(shared + QUERY_OFFSET + group * 64 * ROW_BYTES))),
+          key_descriptor(same_in_warp(matrix_descriptor(shared + KEY_OFFSET))),
+          value_descriptor(same_in_warp(matrix_descriptor(shared + WIDE_OFFSET))) {}
+
+    // What each kernel does in its own way. prepare_queries: and sets `scale`.
+    __device__ __forceinline__ void prepare_queries();
+    __device__ __forceinline__ void multiply_keys();
+    __device__ __forceinline__ void round_powers();  // as the left operand of multiply_values
+    __device__ __forceinline__ void multiply_values(bool accumulate);
+    // This warp's scores once more, by itself.
+    __device__ __forceinline__ void multiply_keys_again();
+
+
+    __device__ __forceinline__ void release(uint32_t empty) const {
+        __syncwarp();
+        if (lane == 0) barrier_arrive(empty);
+    }
+
+    __device__ __forceinline__ void release_keys() {
+        release(shared + KEY_EMPTY + keys.slot * 8);
+        keys.advance();
+    }
+
+    __device__ __forceinline__ void release_values() {
+        release(shared + WIDE_EMPTY + values.slot * 8);
+        values.advance();
+    }
+
+    __device__ __forceinline__ void wait_for_keys() const {
+        barrier_wait(shared + KEY_FULL + keys.slot * 8, keys.phase);
+    }
+
+    __device__ __forceinline__ void wait_for_values() const {
+        barrier_wait(shared + WIDE_FULL + values.slot * 8, values.phase);
+    }
+
+    // The last key that a row's token sees, counted from the tile's first; of rows without a token
+    // the last one's.
+    __device__ __forceinline__ int last_key(int row) const {
+        return tile.position - tile.first_key +
+               min(row >> arguments.log_group, tile.num_tokens - 1);
+    }
+
+    // Scores of keys that a row's token does not see become -inf, whatever they are.
+    __device__ __forceinline__ void mask(int block) {
+        const int first_key = block * BLOCK_N, column = first_key + lane % 4 * 2;
+        const int row = warp_row + lane / 4;
+        const int last[2] = {last_key(row) - column, last_key(row + 8) - column};
+        const float hidden = __int_as_float(0xFF800000);
+        if (first_key + BLOCK_N - 1 > last_key(warp_row)) {
+#pragma unroll
+            for (int i = 0; i < BLOCK_N / 2; ++i)
+                if (i / 4 * 8 + i % 2 > last[i / 2 % 2]) scores[i] = hidden;
+        }
+        if (HAS_WINDOW && first_key <= last_key(warp_row + 15) - arguments.window) {
+#pragma unroll
+            for (int i = 0; i < BLOCK_N / 2; ++i)
+                if (i / 4 * 8 + i % 2 <= last[i / 2 % 2] - arguments.window) scores[i] = hidden;
+        }
+    }
+
+    // Whether sums have to be multiplied by `factor`, since a row has a new reference.
+    __device__ __forceinline__ bool raise_references() {
+        float largest[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) largest[i] = scores[i];
+#pragma unroll
+        for (int i = 4; i < BLOCK_N / 2; ++i) largest[i % 4] = fmaxf(largest[i % 4], scores[i]);
+        largest[0] = fmaxf(largest[0], largest[1]);
+        largest[1] = fmaxf(largest[2], largest[3]);
+        const float above = fmaxf(fmaf(largest[0], scale[0], -reference[0]),
+                                  fmaf(largest[1], scale[1], -reference[1]));
+        if (!__any_sync(ALL_LANES, above > HIGHEST)) return false;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float largest_of_row = largest[r];
+            largest_of_row = fmaxf(largest_of_row, __shfl_xor_sync(ALL_LANES, largest_of_row, 1));
+            largest_of_row = fmaxf(largest_of_row, __shfl_xor_sync(ALL_LANES, largest_of_row, 2));
+            const float least = fmaf(largest_of_row, scale[r], SLACK - HIGHEST);
+            const float raised = fmaxf(reference[r], ceilf(least));
+            factor[r] = exp2_approx(reference[r] - raised);
+            reference[r] = raised;
+            total[r] *= factor[r];
+        }
+        return true;
+    }
+
+    // Each score becomes its power of two.
+    __device__ __forceinline__ void raise_to_powers() {
+        float part[4] = {total[0], 0, total[1], 0};
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 2; ++i) {
+            const float exponent = fmaf(scores[i], scale[i / 2 % 2], -reference[i / 2 % 2]);
+            scores[i] = i * POLYNOMIALS % 8 < POLYNOMIALS ? exp2_polynomial(exponent)
+                                                          : exp2_approx(exponent);
+            part[i % 4] += scores[i];
+        }
+        total[0] = part[0] + part[1];
+        total[1] = part[2] + part[3];
+    }
+
+    __device__ __forceinline__ void rescale() {
+#pragma unroll
+        for (int i = 0; i < D / 2; ++i) sums[i] *= factor[i / 2 % 2];
+    }
+
+    __device__ __forceinline__ void take_turn() const {
+        if (TURNS) named_sync(TURN_BARRIER + group, 256);
+    }
+
+    __device__ __forceinline__ void pass_turn() const {
+        named_arrive(TURN_BARRIER + (group + 1 == WARPGROUPS ? 0 : group + 1), 256);
+    }
+
+    // Beside the values of the block before, with the lane's powers of that one.
+    template <bool OPTIMISTIC>
+    __device__ __forceinline__ void attend_to_next(int block, bool accumulate) {
+        wait_for_keys();
+        wait_for_values();
+        take_turn();
+        multiply_keys();
+        if (TURNS == 1) pass_turn();
+        multiply_values(accumulate);
+        if (TURNS == 2) pass_turn();
+        wgmma_wait<1>();
+        fence_registers(scores);
+        bool is_raised = false;
+        const float total_before[2] = {total[0], total[1]};
+        if constexpr (!OPTIMISTIC) {
+            release_keys();
+            mask(block);
+            is_raised = raise_references();
+        }
+        raise_to_powers();
+        fence_registers(scores);
+        wgmma_wait<0>();
+        fence_registers(scores);
+        fence_registers(sums);
+        release_values();
+        round_powers();
+        if constexpr (OPTIMISTIC) {
+            const float added = fmaxf(total[0] - total_before[0], total[1] - total_before[1]);
+            if (__any_sync(ALL_LANES, !(added < MAXIMUM_SUM))) {
+                total[0] = total_before[0];
+                total[1] = total_before[1];
+                multiply_keys_again();
+                is_raised = raise_references();
+                raise_to_powers();
+                round_powers();
+            }
+            release_keys();
+        }
+        if (is_raised) rescale();
+    }
+
+    __device__ __forceinline__ void attend() {
+        int block = tile.num_blocks() - 1;
+        reference[0] = reference[1] = NO_REFERENCE;
+        total[0] = total[1] = 0;
+
+        wait_for_keys();
+        multiply_keys();
+        wgmma_wait<0>();
+        fence_registers(scores);
+        release_keys();
+        mask(block);
+        raise_references();
+        raise_to_powers();
+        round_powers();
+        wait_for_values();
+        if (!WIDENS) barrier_wait(shared + END_CLEARED + queries.slot * 8, queries.phase);
+        bool accumulate = false;
+        if constexpr (OVERLAPS) {
+            const int first_masked = IS_OPTIMISTIC ? (tile.position + 1) / BLOCK_N : 0;
+            while (--block >= first_masked) {
+                attend_to_next<false>(block, accumulate);
+                accumulate = true;
+            }
+            if constexpr (IS_OPTIMISTIC) {
+                for (; block >= 0; --block) {
+                    attend_to_next<true>(block, accumulate);
+                    accumulate = true;
+                }
+            }
+            wait_for_values();
+        } else {
+            while (--block >= 0) {
+                multiply_values(accumulate);
+                accumulate = true;
+                wgmma_wait<0>();
+                fence_registers(sums);
+                release_values();
+                wait_for_keys();
+                multiply_keys();
+                wgmma_wait<0>();
+                fence_registers(scores);
+                release_keys();
+                mask(block);
+                if (raise_references()) rescale();
+                raise_to_powers();
+                round_powers();
+                wait_for_values();
+            }
+        }
+        if (!WIDENS && HAS_WINDOW)
+            barrier_wait(shared + START_CLEARED + queries.slot * 8, queries.phase);
+        multiply_values(accumulate);
+        wgmma_wait<0>();
+        fence_registers(sums);
+        release_values();
+    }
+
+    // Through the place of the tile's queries, which all four warps have multiplied.
+    __device__ __forceinline__ void store() {
+        const int lane = computed_here(threadIdx.x % 32);  // no register holds what follows from it
+        const int num_rows = tile.num_tokens << arguments.log_group;
+        const int mask = (1 << arguments.log_group) - 1;
+        const int first_head = tile.head << arguments.log_group;
+        float inverse[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float sum = total[r];
+            sum += __shfl_xor_sync(ALL_LANES, sum, 1);
+            sum += __shfl_xor_sync(ALL_LANES, sum, 2);
+            const int head = first_head + ((warp_row + lane / 4 + r * 8) & mask);
+            const float sink = __ldg(arguments.sinks + head);
+            sum += exp2_approx(fmaf(sink, LOG2_E, -reference[r]));
+            inverse[r] = reciprocal_approx(sum);
+            if constexpr (WIDENS) inverse[r] *= tile.value_scale;
+        }
+        named_sync(GROUP_BARRIER + group, 128);
+        const uint32_t place =
+            shared + QUERY_OFFSET + queries.slot * QUERY_BYTES + warp_row * ROW_BYTES;
+        const uint32_t first = place + lane % 16 * ROW_BYTES + (lane / 16 ^ lane % 8) * 16;
+#pragma unroll
+        for (int i = 0; i < D / 2; i += 8)
+            store_matrices(first ^ i * 4, pack_bf16(sums[i] * inverse[0], sums[i + 1] * inverse[0]),
+                           pack_bf16(sums[i + 2] * inverse[1], sums[i + 3] * inverse[1]),
+                           pack_bf16(sums[i + 4] * inverse[0], sums[i + 5] * inverse[0]),
+                           pack_bf16(sums[i + 6] * inverse[1], sums[i + 7] * inverse[1]));
+        shared_fence();  // the copy engine writes here next
+        __syncwarp();
+        uint32_t pieces[4][4];
+        const int unit = lane % 8;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int row = i * 4 + lane / 8;
+            int words[4];
+            load_shared(place + row * ROW_BYTES + (unit ^ row % 8) * 16, words[0], words[1],
+                        words[2], words[3]);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) pieces[i][j] = words[j];
+        }
+        release(shared + QUERY_EMPTY + queries.slot * 8);
+        queries.advance();
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int row = warp_row + i * 4 + lane / 8;
+            const long long token = tile.first_row + (row >> arguments.log_group);
+            const long long out_row = token * arguments.num_heads + first_head + (row & mask);
+            if (row < num_rows)
+                store_global(arguments.out + out_row * ROW_BYTES + unit * 16, pieces[i]);
+        }
+    }
+
+    __device__ __forceinline__ void run() {
+        if (TURNS && group == WARPGROUPS - 1) pass_turn();  // the first warpgroup begins
+        while (true) {
+            barrier_wait(shared + QUERY_FULL + queries.slot * 8, queries.phase);
+            tile.get(shared + TILE_OFFSET + queries.slot * 32);
+            if (tile.num_keys == 0) break;
+            prepare_queries();
+            attend();
+            store();
+            __syncwarp();  // or the compiler keeps no slot's number in uniform registers
+        }
+    }
+};
+
+// All that a block does; of a type of cache, what it does beside loading and multiplying.
+template <typename Helper>
+__device__ __forceinline__ void attend(uint32_t shared, const TensorMap& query_map,
+                                       const TensorMap& key_map, const TensorMap& value_map,
+                                       const Arguments& arguments) {
+    const int group = __shfl_sync(ALL_LANES, threadIdx.x / 128, 0);
+
+    if (threadIdx.x == MATH_THREADS) {
+        prefetch_map(&query_map);
+        prefetch_map(&key_map);
+        prefetch_map(&value_map);
+        for (int i = 0; i < QUERY_SLOTS; ++i) {
+            barrier_init(shared + QUERY_FULL + i * 8, 1);
+            barrier_init(shared + QUERY_EMPTY + i * 8, MATH_WARPS + HELPERS);
+            barrier_init(shared + END_CLEARED + i * 8, 1);
+            barrier_init(shared + START_CLEARED + i * 8, 1);
+        }
+        for (int i = 0; i < STAGES; ++i) {
+            barrier_init(shared + KEY_FULL + i * 8, 1);
+            barrier_init(shared + VALUE_FULL + i * 8, 1);
+            barrier_init(shared + KEY_EMPTY + i * 8, MATH_WARPS);
+            barrier_init(shared + VALUE_EMPTY + i * 8, WIDENS ? HELPERS : MATH_WARPS + HELPERS);
+        }
+        for (int i = 0; WIDENS && i < WIDE_STAGES; ++i) {
+            barrier_init(shared + WIDE_FULL + i * 8, HELPERS);
+            barrier_init(shared + WIDE_EMPTY + i * 8, MATH_WARPS);
+        }
+        barrier_init_fence();
+    }
+    __syncthreads();
+
+    if (group == WARPGROUPS) {
+        give_registers<PRODUCER_REGISTERS>();
+        const int warp = same_in_warp(threadIdx.x / 32) - MATH_WARPS;
+        if (warp == 0)
+            Producer{shared, &query_map, &key_map, &value_map, arguments}.run();
+        else if (warp <= HELPERS)
+            Helper{shared, arguments.window, warp - 1}.run();
+    } else {
+        take_registers<MATH_REGISTERS>();
+        Math(shared, arguments, group).run();
+    }
+}

@@ -1,0 +1,227 @@
+// attention_prefill.cuh over caches of e4m3.
+//
+// Scores are products of e4m3. The warpgroup of a row gives it a power of two as its scale, and makes
+// of each bf16 value QUERY_TERMS e4m3 values, in place: the nearest one, and the nearest one to the
+// rest. bf16 has 8 significant bits and e4m3 has 4, so the sum of the two is the value, but for what
+// is a thousand times smaller than the row's largest. The rest is multiplied first: of each term of
+// a sum, the tensor cores keep what is above some 2^-13 of the largest, and most products of e4m3,
+// which have 8 bits, survive that whole.
+//
+// Values are multiplied in fp16, which holds each e4m3 value. Three warps widen them on their way,
+// from narrow slots to wide ones, and write zeros for those that no query of the tile sees: nothing
+// or anything was loaded there, and 0 * NaN is NaN. WIDENS_BY_SHIFTS: by integer instructions, 2^-8
+// times each value; a NaN becomes 480.
+//
+// Powers are rounded to fp16 as well. So a row's reference is 15 - SLACK higher up than it had to be:
+// powers reach 2^15, and those down to 2^-21 of the largest keep all their bits.
+//
+// Defined by whoever compiles this, beside what attention_prefill.cuh says: QUERY_TERMS,
+// WIDENS_BY_SHIFTS.
+
+static_assert(CACHE_BYTES == 1);
+
+constexpr float SMALLEST_SCALE = 1e-37f;     // 0 * -inf is NaN
+constexpr float SMALLEST_QUERY = 0x1p-100f;  // whose inverse, and whose scale, are floats
+
+// ---- three warps that widen ------------------------------------------------------------------
+
+// Two halves from the lower, two from the upper two of four e4m3 values.
+__device__ __forceinline__ void widen(uint32_t values, uint32_t& low, uint32_t& high) {
+    if constexpr (WIDENS_BY_SHIFTS) {
+        const uint32_t a = __byte_perm(values, 0, 0x1404), b = __byte_perm(values, 0, 0x3424);
+        low = (a & 0x80008000) | ((a >> 1) & 0x3F803F80);
+        high = (b & 0x80008000) | ((b >> 1) & 0x3F803F80);
+    } else {
+        to_halves(values, low, high);
+    }
+}
+
+struct Widener {
+    const uint32_t shared;
+    const int window, warp;
+    const int lane = threadIdx.x % 32;
+    Ring<QUERY_SLOTS> queries;
+    Ring<STAGES> values;
+    Ring<WIDE_STAGES> wide;
+
+    // Of a block: rows `first` to `end` - 1 are seen. A warp has every third 8 rows, and a lane 16
+    // values of one of them.
+    __device__ __forceinline__ void widen_block(int first, int end) const {
+        constexpr int AT_A_TIME = 2;  // loads under way
+        const int row = lane / 4;
+        const uint32_t from = shared + VALUE_OFFSET + values.slot * BLOCK_BYTES + lane * 16;
+        const uint32_t to = shared + WIDE_OFFSET + wide.slot * WIDE_BYTES + row * ROW_BYTES +
+                            (lane % 4 * 2 ^ row) * 16;
+#pragma unroll
+        for (int start = 0; start < BLOCK_N; start += AT_A_TIME * HELPERS * 8) {
+            int words[AT_A_TIME][4] = {};
+#pragma unroll
+            for (int i = 0; i < AT_A_TIME; ++i) {
+                const int rows = start + (i * HELPERS + warp) * 8;
+                if (rows + row >= first && rows + row < min(end, BLOCK_N))
+                    load_shared(from + rows * CACHE_ROW_BYTES, words[i][0], words[i][1],
+                                words[i][2], words[i][3]);
+            }
+#pragma unroll
+            for (int i = 0; i < AT_A_TIME; ++i) {
+                const int rows = start + (i * HELPERS + warp) * 8;
+                uint32_t halves[8];
+#pragma unroll
+                for (int j = 0; j < 4; ++j) widen(words[i][j], halves[2 * j], halves[2 * j + 1]);
+                if (rows >= BLOCK_N) continue;
+                store_shared(to + rows * ROW_BYTES, halves[0], halves[1], halves[2], halves[3]);
+                store_shared((to ^ 16) + rows * ROW_BYTES, halves[4], halves[5], halves[6],
+                             halves[7]);
+            }
+        }
+        shared_fence();
+        __syncwarp();
+    }
+
+    __device__ __forceinline__ void arrive(uint32_t barrier, int slot) const {
+        if (lane == 0) barrier_arrive(shared + barrier + slot * 8);
+    }
+
+    __device__ __forceinline__ void run() {
+        while (true) {
+            barrier_wait(shared + QUERY_FULL + queries.slot * 8, queries.phase);
+            Tile tile;
+            tile.get(shared + TILE_OFFSET + queries.slot * 32);
+            __syncwarp();
+            arrive(QUERY_EMPTY, queries.slot);
+            queries.advance();
+            if (tile.num_keys == 0) break;
+            const int first = HAS_WINDOW ? tile.position - window + 1 - tile.first_key : 0;
+            for (int block = tile.num_blocks() - 1; block >= 0; --block) {
+                barrier_wait(shared + VALUE_FULL + values.slot * 8, values.phase);
+                barrier_wait(shared + WIDE_EMPTY + wide.slot * 8, wide.phase ^ 1);
+                widen_block(first - block * BLOCK_N, tile.num_keys - block * BLOCK_N);
+                arrive(WIDE_FULL, wide.slot);
+                arrive(VALUE_EMPTY, values.slot);
+                values.advance();
+                wide.advance();
+            }
+        }
+    }
+};
+
+// ---- warpgroups that multiply ----------------------------------------------------------------
+
+// The warp's rows of bf16 become e4m3: nearest values in the first half of a row, and what they
+// lack in the second half. Two lanes have a row.
+__device__ __forceinline__ void Math::prepare_queries() {
+    const int row = lane / 2, half = lane % 2;
+    const uint32_t place =
+        shared + QUERY_OFFSET + queries.slot * QUERY_BYTES + (warp_row + row) * ROW_BYTES;
+    uint32_t pairs[16];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        int words[4];
+        load_shared(place + ((half * 4 + i) ^ row % 8) * 16, words[0], words[1], words[2],
+                    words[3]);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) pairs[4 * i + j] = words[j];
+    }
+    float largest = 0;
+#pragma unroll
+    for (int i = 0; i < 16; ++i)
+        largest = fmaxf(largest, fmaxf(fabsf(low_bf16(pairs[i])), fabsf(high_bf16(pairs[i]))));
+    largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, 1));
+    // The power of two that takes it to at most 448 = 1.75 * 2^8, as bits of a float.
+    constexpr uint32_t ABOVE_448 = (1 << 23) - 1 - (3 << 21);
+    const uint32_t bits = __float_as_uint(fmaxf(largest, SMALLEST_QUERY)) + ABOVE_448;
+    const uint32_t scale_bits = (bits & 0xFF800000) - (8 << 23);
+    const float inverse = __uint_as_float((254 << 23) - scale_bits);
+    uint32_t nearest[8], rest[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        uint32_t halves[2], rounded[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+            halves[j] = pack_f16(low_bf16(pairs[2 * i + j]) * inverse,
+                                 high_bf16(pairs[2 * i + j]) * inverse);
+        nearest[i] = pack_e4m3(halves[0], halves[1]);
+        to_halves(nearest[i], rounded[0], rounded[1]);
+        rest[i] = pack_e4m3(subtract_halves(halves[0], rounded[0]),
+                            subtract_halves(halves[1], rounded[1]));
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const uint32_t unit = place + ((half * 2 + i) ^ row % 8) * 16;
+        store_shared(unit, nearest[4 * i], nearest[4 * i + 1], nearest[4 * i + 2],
+                     nearest[4 * i + 3]);
+        if (QUERY_TERMS == 2)
+            store_shared(unit ^ 64, rest[4 * i], rest[4 * i + 1], rest[4 * i + 2],
+                         rest[4 * i + 3]);
+    }
+    shared_fence();
+    const float of_keys = arguments.scale * tile.key_scale;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const uint32_t bits = __shfl_sync(ALL_LANES, scale_bits, (lane / 4 + r * 8) * 2);
+        scale[r] = max_nan(__uint_as_float(bits) * of_keys, SMALLEST_SCALE);
+    }
+    tile.value_scale *= WIDENS_BY_SHIFTS ? 256 : 1;
+    named_sync(GROUP_BARRIER + group, 128);
+}
+
+__device__ __forceinline__ void Math::multiply_keys() {
+    const uint32_t query = query_descriptor + queries.slot * (QUERY_BYTES / 16);
+    const uint32_t key = key_descriptor + keys.slot * (BLOCK_BYTES / 16);
+    fence_registers(scores);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 2 * QUERY_TERMS - 1; k >= 0; --k)  // 32 bytes along a swizzled row
+        wgmma_e4m3_narrow<BLOCK_N>(scores, query + 2 * k, key + 2 * (k % 2),
+                                   k != 2 * QUERY_TERMS - 1);
+    wgmma_commit();
+}
+
+__device__ __forceinline__ void Math::multiply_values(bool accumulate) {
+    const uint32_t value = value_descriptor + values.slot * (WIDE_BYTES / 16);
+    fence_registers(sums);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < BLOCK_N / 16; ++k)  // 16 rows
+        wgmma_f16_registers_transposed<D>(sums, powers[k], value + k * (16 * ROW_BYTES / 16),
+                                          accumulate || k != 0);
+    wgmma_commit();
+}
+
+__device__ __forceinline__ void Math::round_powers() {
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 4; ++i)
+        powers[i / 4][i % 4] = pack_f16(scores[2 * i], scores[2 * i + 1]);
+}
+
+__device__ __forceinline__ void Math::multiply_keys_again() {
+    const uint32_t query = shared + QUERY_OFFSET + queries.slot * QUERY_BYTES +
+                           (warp_row + lane % 16) * ROW_BYTES;
+    const uint32_t key = shared + KEY_OFFSET + keys.slot * BLOCK_BYTES +
+                         (lane / 16 * 8 + lane % 8) * CACHE_ROW_BYTES;
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 16; ++i) {
+        float part[2][4] = {};
+#pragma unroll 1  // or registers do not suffice
+        for (int k = 2 * QUERY_TERMS - 1; k >= 0; --k) {
+            uint32_t a[4], b[4];
+            load_matrices(query + ((2 * k + lane / 16) ^ lane % 8) * 16, a);
+            load_matrices(key + i * 16 * CACHE_ROW_BYTES +
+                              ((k % 2 * 2 + lane / 8 % 2) ^ lane % 8 / 2) * 16,
+                          b);
+            multiply_e4m3(part[0], a, {b[0], b[1]});
+            multiply_e4m3(part[1], a, {b[2], b[3]});
+        }
+#pragma unroll
+        for (int j = 0; j < 8; ++j) scores[8 * i + j] = part[j / 4][j % 4];
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+    attention_prefill_fp8(const __grid_constant__ TensorMap query_map,
+                          const __grid_constant__ TensorMap key_map,
+                          const __grid_constant__ TensorMap value_map,
+                          const __grid_constant__ Arguments arguments) {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    attend<Widener>(shared_address(memory), query_map, key_map, value_map, arguments);
+}
