@@ -48,6 +48,7 @@ TILES = (
     PrefillFp8Tile(warpgroups=2, turns=1),
     PrefillFp8Tile(overlaps=False, stages=2, wide_stages=2),
     PrefillFp8Tile(polynomials=2, is_dynamic=False),
+    PrefillFp8Tile(is_optimistic=True),
     PrefillFp8Tile(block=80, has_window=True),
     PrefillFp8Tile(block=64, turns=0, widens_by_shifts=True, has_window=True),
 )
@@ -89,11 +90,24 @@ def test_error_is_that_of_rounding_the_result(window: int | None, seed: int) -> 
         check(case, run(case))
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("tile", TILES, ids=lambda tile: tile.variant)
 def test_each_way_through_the_kernel(tile: PrefillFp8Tile) -> None:
     case = fp8_case(window=100 if tile.has_window else None)
     with emulated(seed=2, num_multiprocessors=3):
         check(case, run(case, tile))
+
+
+def test_where_no_maximum_is_looked_for_sums_that_are_too_large_are_seen() -> None:
+    """Scores of up to 2^6, in blocks of keys further and further from the first one."""
+    case = fp8_case([(700, 100), (520, 300)], scores="sharp")
+    expected, tile = exact(case), PrefillFp8Tile(is_optimistic=True)
+    never = instead("!(added < MAXIMUM_SUM)", "added != added")
+    wrong = instead("^ lane % 8 / 2) * 16", ") * 16")
+    with emulated():
+        check(case, run(case, tile), FP8_BOUNDS)
+    for change in (never, wrong):
+        with emulated(change=change):
+            assert not errors(run(case, tile), expected).whole <= 5 * FP8_BOUNDS.whole
 
 
 @pytest.mark.parametrize(("group", "page_size"), [(1, 16), (4, 256), (16, 32)])
@@ -167,7 +181,8 @@ def test_small_powers_beside_a_large_one_are_kept() -> None:
     page, offset = int(case.page_tables[0, 3]), 17
     key[page, :, offset, 0] = 11 * math.log(2) / case.scale
     ones = torch.ones(1)
-    case = replace(*(case,), query=query, key_cache=key.to(E4M3), key_scale=ones, value_scale=ones)
+    scales = {"key_scale": ones, "value_scale": ones}
+    case = replace(case, query=query, key_cache=key.to(E4M3), **scales)
     with emulated():
         check(case, run(case))
 
@@ -250,7 +265,9 @@ def on_gpu(**arguments: Any) -> Case:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", [*(t for t in served_tiles() if t.dtype == E4M3), *TILES], ids=str)
+@pytest.mark.parametrize(
+    "tile", [*(t for t in served_tiles() if t.dtype == E4M3), *TILES], ids=lambda tile: tile.variant
+)
 def test_every_tile_on_a_gpu(tile: PrefillFp8Tile) -> None:
     case = on_gpu(window=128 if tile.has_window else None)
     out = run(case, tile)
@@ -261,7 +278,8 @@ def test_every_tile_on_a_gpu(tile: PrefillFp8Tile) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", WINDOWS)
 def test_wrong_twins_are_far_from_what_a_gpu_gives(window: int | None) -> None:
-    case = on_gpu(window=window)
+    sequences = [(1500, 1500), (3000, 200)]
+    case = make_case(sequences, dtype=E4M3, device="cuda", window=window)
     out = run(case)
     for name, twin in wrong_twins(case):
         assert errors(out, twin).far_beyond(FP8_BOUNDS), name
