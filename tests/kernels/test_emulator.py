@@ -374,11 +374,12 @@ def run(
     grid: int = 1,
     box: tuple[int, ...] = (),
     swizzle: int = 0,
+    seconds: int = 60,
 ) -> None:
     """A kernel `small` with this body; `map` is one of `data`, where there is a box."""
     generated = MMA + functions + HEAD + body + "}\n"
     spec = KernelSpec("small", (), generated=generated, shared_bytes=SHARED_BYTES)
-    with emulated(seed):
+    with emulated(seed, seconds=seconds):
         tensor_map = runtime.tensor_map(data, box, swizzle) if box else runtime.TensorMap()
         arguments = Arguments(data.data_ptr(), out.data_ptr(), kind)
         kernel = runtime.load(spec, 0)
@@ -469,6 +470,14 @@ def test_a_fault_is_told(number: int) -> None:
     data = torch.zeros(8, 64, dtype=torch.bfloat16)
     with pytest.raises(EmulationError, match=FAULTS[number][1]):
         run(body, data, data.clone(), functions=functions, kind=number, box=(8, 64), swizzle=128)
+
+
+@pytest.mark.parametrize(
+    "loop", ['while (thread == 3) asm volatile("");', "while (thread == 3) __nanosleep(1);"]
+)
+def test_a_kernel_without_an_end_is_given_up(loop: str) -> None:
+    with pytest.raises(EmulationError, match="no end in sight"):
+        run(loop, torch.zeros(1), torch.zeros(1), seconds=1)
 
 
 def test_what_the_compiler_or_the_emulator_does_not_know_is_named(

@@ -4,8 +4,21 @@
         values, scale = quantise(x)        # any operator of gptoss_kernels.cuda, on CPU tensors
 
 What a launch gets is what the driver would get: `runtime.Launch` and `runtime.tensor_map` run as
-they are, above a driver that is made here. g++ compiles the kernel's text (translate.py); its
-threads are fibers (machine.cpp), and all that is asynchronous is late or early by the seed.
+they are, above a driver that is made here. g++ compiles the kernel's text; translate.py makes calls
+of its inline PTX, which ptx.hpp has; threads are fibers, and all that is asynchronous is late or
+early by the seed (machine.cpp). So a seed that is right proves little, and a few of them much.
+
+What is told as an EmulationError, with thread, block and lines of the kernel: deadlocks, mbarriers
+and named barriers that are arrived at too often, addresses that are misaligned or beyond shared
+memory, lanes that meet in different instructions, what the copy engine or the tensor cores read
+before a proxy fence, what is written where they still read or load, registers of a wgmma touched
+too early, a block that ends before what it began, writes before the kernels before have ended,
+accesses to no memory. All else shows in numbers: whatever is not there yet is NaN.
+
+What is not: the order in which other threads see writes to memory (fences may be missing), plain
+C++ stores to shared memory before a proxy fence, caches, how many registers there are, time.
+Numbers differ from the GPU's in the order of sums, in fused multiplications, and in the last bits
+of approximations. It needs g++ on x86-64 Linux.
 """
 
 from __future__ import annotations
@@ -15,6 +28,7 @@ import functools
 import hashlib
 import mmap
 import os
+import platform
 import re
 import shutil
 import struct
@@ -61,7 +75,7 @@ class _Setting(ctypes.Structure):
     _fields_ = (
         *(("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3)),
         *(("shared_bytes", ctypes.c_uint), ("resident", ctypes.c_uint)),
-        *(("seed", ctypes.c_uint64), ("num_late", ctypes.c_uint)),
+        *(("seed", ctypes.c_uint64), ("seconds", ctypes.c_uint), ("num_late", ctypes.c_uint)),
         ("late", ctypes.POINTER(_Late)),
     )
 
@@ -72,7 +86,8 @@ class Emulation:
 
     resident: how many blocks, or clusters, are at work at a time. change: of a kernel's text, so
     that a test can show that a wrong one is seen. late: tensors that the kernels before each launch
-    wrote, so that there is poison until they have ended: see hopper.cuh on early launch.
+    wrote, so that there is poison until they have ended: see hopper.cuh on early launch. seconds:
+    of the CPU that a launch may take.
     """
 
     seed: int = 0
@@ -80,6 +95,7 @@ class Emulation:
     resident: int = 2
     change: Callable[[str], str] | None = None
     late: Sequence[torch.Tensor] = ()
+    seconds: int = 60
 
     def launch(
         self,
@@ -97,7 +113,9 @@ class Emulation:
         run, library = _compiled(source, spec.name, spec.defines)
         seed, self.seed = self.seed, self.seed + 1
         late = (_Late * len(self.late))(*((x.data_ptr(), _extent(x)) for x in self.late))
-        setting = _Setting(grid, block, shared_bytes, self.resident, seed, len(late), late)
+        setting = _Setting(
+            *(grid, block, shared_bytes, self.resident, seed, self.seconds, len(late), late)
+        )
         if message := run(ctypes.byref(setting), arguments):
             words = _with_lines(message.decode(), library)
             raise EmulationError(f"{spec}, seed {seed}: {words}")
@@ -135,9 +153,10 @@ def emulated(
     resident: int = 2,
     change: Callable[[str], str] | None = None,
     late: Sequence[torch.Tensor] = (),
+    seconds: int = 60,
 ) -> Iterator[Emulation]:
     """Operators in CUDA C++ run here, on tensors of the CPU, until the end of the block."""
-    emulation = Emulation(seed, num_multiprocessors, resident, change, late)
+    emulation = Emulation(seed, num_multiprocessors, resident, change, late, seconds)
     properties = SimpleNamespace(
         multi_processor_count=num_multiprocessors, major=9, minor=0, L2_cache_size=50 * 2**20
     )
@@ -237,6 +256,8 @@ def _cache() -> Path:
 def _build(output: Path, arguments: list[str]) -> None:
     """Under another name first: several processes may build the same."""
     compiler = shutil.which("g++")
+    if platform.machine() != "x86_64":
+        raise CompilationError("the emulator switches between fibers on x86-64 alone")
     if compiler is None:
         raise CompilationError("the emulator compiles Hopper's kernels by g++, and there is none")
     partial = output.with_name(f"{output.stem}.{os.getpid()}{output.suffix}")

@@ -16,6 +16,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/time.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -65,6 +66,7 @@ std::string failure;
 void* scheduler_stack;
 sigjmp_buf scheduler_end;
 bool in_fiber;
+volatile sig_atomic_t is_over;  // the time that a launch may take
 std::vector<std::unique_ptr<Cluster>> residents;
 std::vector<void*> free_stacks;
 bool previous_ended;
@@ -366,6 +368,12 @@ void describe(std::string& text, const Block& block) {
     }
 }
 
+void give_up(std::string text) {
+    for (auto& cluster : residents)
+        for (auto& block : cluster->blocks) describe(text, *block);
+    if (failure.empty()) failure = text;
+}
+
 void run_warp(Warp& warp) {
     const bool is_backward = draw() & 1;
     // The lanes at the ends have the most to do alone.
@@ -439,23 +447,26 @@ void run(unsigned cluster_size) {
         } else if (!previous_ended) {
             end_previous();
         } else {
-            std::string text = "deadlock";
-            for (auto& cluster : residents)
-                for (auto& block : cluster->blocks) describe(text, *block);
-            failure = text;
+            give_up("deadlock");
         }
+        if (is_over) give_up("no end in sight");
     }
 }
 
 // ---- what Python calls --------------------------------------------------------------------------
 
-void on_fault(int signal, siginfo_t* info, void* context) {
+// A thread that does what it must not is left where it is, and so is one that nothing else ends.
+void on_signal(int signal, siginfo_t* info, void* context) {
+    const bool is_first = !is_over;
+    if (signal == SIGVTALRM) is_over = true;
+    if (signal == SIGVTALRM && (is_first || !in_fiber)) return;  // the scheduler sees it
     if (!current) {
         ::signal(signal, SIG_DFL);
         return;
     }
     char text[128] = "divides by zero";
-    if (signal != SIGFPE)
+    if (signal == SIGVTALRM) snprintf(text, sizeof text, "no end in sight");
+    if (signal == SIGSEGV || signal == SIGBUS)
         snprintf(text, sizeof text, "reads or writes %p, which is no memory", info->si_addr);
     failure = place() + text;
     if (!in_fiber) siglongjmp(scheduler_end, 1);
@@ -489,15 +500,19 @@ const char* launch(const void* settings, unsigned cluster_size, void (*function)
     static unsigned char signal_stack[64 * 1024];
     stack_t own_stack{signal_stack, 0, sizeof signal_stack}, other_stack;
     sigaltstack(&own_stack, &other_stack);
-    constexpr int SIGNALS[] = {SIGSEGV, SIGBUS, SIGFPE};
-    struct sigaction action = {}, others[3];
-    action.sa_sigaction = on_fault;
+    constexpr int SIGNALS[] = {SIGSEGV, SIGBUS, SIGFPE, SIGVTALRM};
+    struct sigaction action = {}, others[4];
+    action.sa_sigaction = on_signal;
     action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
-    for (int i = 0; i < 3; ++i) sigaction(SIGNALS[i], &action, &others[i]);
+    for (int i = 0; i < 4; ++i) sigaction(SIGNALS[i], &action, &others[i]);
+    is_over = false;
+    const itimerval patience = {{1, 0}, {setting.seconds, 0}}, none = {};
+    setitimer(ITIMER_VIRTUAL, &patience, nullptr);
     begin_previous();
     run(cluster_size);
     end_previous();
-    for (int i = 0; i < 3; ++i) sigaction(SIGNALS[i], &others[i], nullptr);
+    setitimer(ITIMER_VIRTUAL, &none, nullptr);
+    for (int i = 0; i < 4; ++i) sigaction(SIGNALS[i], &others[i], nullptr);
     sigaltstack(&other_stack, nullptr);
     current = nullptr;
     residents.clear();

@@ -170,6 +170,7 @@ struct Setting {  // as __init__.py packs it
     unsigned shared_bytes;
     unsigned resident;  // clusters at work at a time
     uint64_t seed;
+    unsigned seconds;  // of the CPU, after which a launch is given up
     unsigned num_late;
     const Late* late;
 };
