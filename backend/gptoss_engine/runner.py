@@ -219,11 +219,13 @@ def _check_kernels(
 def load_operators(
     config: EngineConfig, device: torch.device, dtype: torch.dtype
 ) -> operators.Operators:
-    """As chosen; InvalidConfig if what they need cannot be imported."""
+    """As chosen; InvalidConfig if what they need is not there."""
     gemm = choose_gemm(config, device, dtype)
     attention = choose_attention(config, device, dtype)
     try:
         return operators.load(gemm, attention)
+    except operators.LibraryError as error:
+        raise InvalidConfig(str(error)) from error
     except ImportError as error:
         raise InvalidConfig(
             f"gemm {gemm} with attention {attention} cannot be imported ({error}): "

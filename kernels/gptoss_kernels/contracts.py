@@ -26,6 +26,10 @@ MAXIMUM_SEQUENCES = 4096
 MAXIMUM_DECODE_QUERIES = 8  # of one sequence; with more it is a prefill
 
 
+class LibraryError(RuntimeError):
+    """A library behind an implementation is not there, or cannot do what was asked of it."""
+
+
 class Decodes(NamedTuple):
     """What the host knows of a batch's first sequences, which have few queries each.
 

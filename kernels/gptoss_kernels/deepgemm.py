@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 
-class DeepGemmError(RuntimeError):
+class DeepGemmError(contracts.LibraryError):
     """The library is not there, or cannot start."""
 
 

@@ -45,8 +45,8 @@ _SEMAPHORE_BYTES, _SCRATCH_BYTES = 8 << 20, 64 << 20  # of XQA, which leaves its
 _CAUSAL_WORDS = 2  # of 16 bits: a query's row of XQA's mask, for up to 32 queries
 
 
-class FlashInferError(RuntimeError):
-    """The library is not there."""
+class FlashInferError(contracts.LibraryError):
+    """The library is not there, or cannot plan now."""
 
 
 @functools.cache

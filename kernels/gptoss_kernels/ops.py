@@ -12,7 +12,13 @@ from typing import Literal, Protocol, get_args
 from torch import Tensor
 
 from gptoss_kernels import reference
-from gptoss_kernels.contracts import MAXIMUM_DECODE_QUERIES, NO_DECODES, Decodes, Dispatched
+from gptoss_kernels.contracts import (
+    MAXIMUM_DECODE_QUERIES,
+    NO_DECODES,
+    Decodes,
+    Dispatched,
+    LibraryError,
+)
 from gptoss_kernels.fp8 import BLOCK, SWIGLU_GROUP, Fp8Weight
 from gptoss_kernels.mxfp4 import Mxfp4Weight
 
@@ -37,6 +43,7 @@ __all__ = [
     "Fp8Operators",
     "Fp8Weight",
     "Gemm",
+    "LibraryError",
     "Mxfp4Weight",
     "Operators",
     "load",
@@ -50,7 +57,8 @@ class AttentionOperators(Protocol):
 
     Each refuses a wrong dtype, shape, layout, alignment or device in words, before anything is
     launched, and tells the host nothing: lengths and pages stay on the device, so that a CUDA graph
-    with these operators serves any lengths that its page tables have room for.
+    with these operators serves any lengths that its page tables have room for. FlashInfer alone
+    plans its prefills on the host.
     """
 
     def rope_and_cache_write(
@@ -236,9 +244,17 @@ def load_attention(attention: Attention) -> AttentionOperators:
 
 
 def load(gemm: Gemm = "reference", attention: Attention = "reference") -> Operators:
-    """The operators of the model: products of FP8 weights and what feeds them by `gemm`."""
+    """The operators of the model: products of FP8 weights and what feeds them by `gemm`.
+
+    LibraryError, in words, if a library that they need is not there.
+    """
     if gemm == attention == "reference":
         return reference
     from gptoss_kernels.composed import ComposedOperators
 
-    return ComposedOperators(load_fp8(gemm), load_attention(attention))
+    implementations = load_fp8(gemm), load_attention(attention)
+    for implementation in implementations:
+        library = getattr(implementation, "library", None)
+        if library is not None:
+            library()
+    return ComposedOperators(*implementations)

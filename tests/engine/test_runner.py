@@ -396,6 +396,18 @@ def test_operators_whose_packages_are_missing_say_what_to_install(monkeypatch: p
         load_operators(EngineConfig(gemm="triton"), torch.device("cuda"), torch.bfloat16)
 
 
+@pytest.mark.parametrize(
+    ("key", "name", "module"),
+    [("gemm", "deepgemm", "deep_gemm"), ("attention", "flashinfer", "flashinfer")],
+)
+def test_a_library_that_is_missing_is_said_before_weights_are_loaded(
+    key: str, name: str, module: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(InvalidConfig, match=rf"{key} = {name} needs the library .*\[{name}\]"):
+        load_operators(EngineConfig.from_mapping({key: name}), torch.device("cuda"), torch.bfloat16)
+
+
 class Beside:
     """The reference's operators; those that `kernels` replaces run beside it, on the same inputs.
 
