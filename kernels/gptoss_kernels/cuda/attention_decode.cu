@@ -7,10 +7,10 @@
 // pair's rows, the left operand, with the keys, and their weights, in registers, with the values.
 //
 // SPLIT = 1: the tiles of all pairs, one after the other, are cut into as many equal ranges as
-// there are blocks. In a range the warps take tiles in turn. What belongs to one pair is added up by
-// the warp that has the last of its tiles: the others leave it their sums in shared memory. A pair
-// of one block is done then. A piece of one goes to memory, and the block that comes last adds up
-// all of its pieces, always in the same order.
+// there are blocks. In a range the warps take tiles in turn. What belongs to one pair is added up
+// by the warp that has the last of its tiles: the others leave it their sums in shared memory. A
+// pair of one block is done then. A piece of one goes to memory, and the block that comes last adds
+// up all of its pieces, always in the same order.
 // SPLIT = 0: one block a pair, for windows, which have as many tiles as a block has warps.
 //
 // FP8 = 1: the cache is in e4m3. Keys, values and queries are multiplied as halves: the first two
@@ -23,8 +23,9 @@
 
 constexpr int BOXES = TILE / BOX;
 constexpr int THREADS = WARPS * 32;
-constexpr int ROW_BYTES = FP8 ? 64 : 128;
-constexpr int MATRIX_BYTES = TILE * ROW_BYTES;
+constexpr int KEY_BYTES = FP8 ? 64 : 128;
+constexpr int KEYS_OF_ROW = 128 / KEY_BYTES;  // as the copy engine sees the cache
+constexpr int MATRIX_BYTES = TILE * KEY_BYTES;
 constexpr int SLOT_BYTES = 2 * MATRIX_BYTES;  // keys, then values
 
 constexpr int M_TILES = (ROWS + 15) / 16;
@@ -364,16 +365,16 @@ struct Worker {
     __device__ __forceinline__ void send(Ahead& ahead, int slot) const {
         const bool needed = is_needed(ahead);
         const uint32_t boxes = BOXES == 1 ? 1 : __ballot_sync(0xFFFFFFFF, needed);
-        if (lane == 0) barrier_expect(full(slot), __popc(boxes) * 2 * BOX * ROW_BYTES);
+        if (lane == 0) barrier_expect(full(slot), __popc(boxes) * 2 * BOX * KEY_BYTES);
         __syncwarp();
         if (needed) {
             const int offset = key_of(ahead) & ((1 << arguments.page_shift) - 1);
             const int row = ((ahead.page * arguments.num_kv_heads + ahead.walk.head)
                              << arguments.page_shift) +
                             offset;
-            const uint32_t destination = slot_at(slot) + lane * BOX * ROW_BYTES;
-            load_box(destination, keys, full(slot), 0, row);
-            load_box(destination + MATRIX_BYTES, values, full(slot), 0, row);
+            const uint32_t destination = slot_at(slot) + lane * BOX * KEY_BYTES;
+            load_box(destination, keys, full(slot), 0, row / KEYS_OF_ROW);
+            load_box(destination + MATRIX_BYTES, values, full(slot), 0, row / KEYS_OF_ROW);
         }
         ahead.tile += WARPS;
         settle(ahead);
@@ -499,16 +500,20 @@ struct Worker {
 
     // ---- a tile ---------------------------------------------------------------------------------
 
-    // Rows of a tile are swizzled as the copy engine does it: the 16 bytes `chunk` of a row lie at
-    // chunk ^ (row % 8), in e4m3 at chunk ^ (row / 2 % 4).
-    __device__ __forceinline__ uint32_t swizzle() const {
-        return (FP8 ? lane / 2 % 4 : lane % 8) * 16;
+    // A tile has rows of 128 bytes, of e4m3 two keys each, swizzled by the copy engine: their 16
+    // bytes i lie at i ^ (row % 8).
+    __device__ __forceinline__ uint32_t row_of_key(int key) const {
+        return key / KEYS_OF_ROW * 128;
+    }
+    __device__ __forceinline__ uint32_t column_of_key(int key, int byte) const {
+        return (key % KEYS_OF_ROW * KEY_BYTES + byte) ^ key / KEYS_OF_ROW % 8 * 16;
     }
 
     __device__ __forceinline__ void multiply_keys(float (&scores)[STEP / 8][4], const Rows& rows,
                                                   int m, uint32_t keys) const {
-        const uint32_t from = keys + (FP8 ? lane : lane / 16 * 8 + lane % 8) * ROW_BYTES;
-        const uint32_t chunk = (FP8 ? 0 : lane / 8 % 2 * 16) ^ swizzle();
+        const int key = FP8 ? lane : lane / 16 * 8 + lane % 8;
+        const uint32_t from = keys + row_of_key(key);
+        const uint32_t column = column_of_key(key, FP8 ? 0 : lane / 8 % 2 * 16);
 #pragma unroll
         for (int n = 0; n < STEP / 8; ++n)
 #pragma unroll
@@ -517,12 +522,12 @@ struct Worker {
         for (int k = 0; k < 4; ++k) {
             uint32_t query[4];
             query_of(rows, m, k, query);
-            const uint32_t column = from + (chunk ^ k * ROW_BYTES / 4);
+            const uint32_t at = from + (column ^ k * KEY_BYTES / 4);
             constexpr int AT_ONCE = FP8 ? 4 : 2;  // times 8 keys
 #pragma unroll
             for (int n = 0; n < STEP / 8; n += AT_ONCE) {
                 uint32_t words[4];
-                load_matrices(column + n * 8 * ROW_BYTES, words);
+                load_matrices(at + n * 8 * KEY_BYTES, words);
 #pragma unroll
                 for (int i = 0; i < AT_ONCE; ++i) {
                     if constexpr (FP8) {
@@ -541,14 +546,14 @@ struct Worker {
     __device__ __forceinline__ void multiply_values(Sums& sums,
                                                     const uint32_t (&weights)[STEP / 16][4],
                                                     uint32_t values) const {
-        const uint32_t from = values + lane % 16 * ROW_BYTES;
-        const uint32_t chunk = lane / 16 * 16 ^ swizzle();
+        const uint32_t from = values + row_of_key(lane % 16);
+        const uint32_t column = column_of_key(lane % 16, lane / 16 * 16);
 #pragma unroll
         for (int k = 0; k < STEP / 16; ++k) {
 #pragma unroll
-            for (int pair = 0; pair < ROW_BYTES / 32; ++pair) {
+            for (int pair = 0; pair < KEY_BYTES / 32; ++pair) {
                 uint32_t words[4];
-                load_matrices_transposed(from + k * 16 * ROW_BYTES + (chunk ^ pair * 32), words);
+                load_matrices_transposed(from + k * 16 * KEY_BYTES + (column ^ pair * 32), words);
                 if constexpr (FP8) {
                     // A word has columns c and c + 1 of two keys. Both keys of the even column make
                     // one operand, those of the odd one another: see store.
@@ -593,7 +598,9 @@ struct Worker {
     // Values that no query sees may be anything, and 0 * NaN is NaN.
     __device__ __forceinline__ void clear(const Sequence& sequence, uint32_t tile, int key) const {
         for (int i = lane; i < MATRIX_BYTES / 16; i += 32) {
-            const int position = key + i / (ROW_BYTES / 16);
+            const int row = i / 8;
+            const int inside = (i % 8 ^ row % 8) * 16 / KEY_BYTES;
+            const int position = key + row * KEYS_OF_ROW + inside;
             if (position < sequence.first || position >= sequence.length)
                 store_shared(tile + i * 16, 0, 0, 0, 0);
         }
@@ -656,7 +663,7 @@ struct Worker {
         for (int m = 0; m < M_TILES; ++m) {
 #pragma unroll 1  // or the compiler mixes steps, and spills
             for (int step = 0; step < STEPS; ++step) {
-                const int first = step * STEP * ROW_BYTES;
+                const int first = step * STEP * KEY_BYTES;
                 float scores[STEP / 8][4];
                 multiply_keys(scores, rows, m, of_keys + first);
                 if (is_edge) hide(scores, walk, m, key + step * STEP);
@@ -810,7 +817,7 @@ struct Worker {
             __syncwarp();
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i)
-                if (lane == i && i < count) barrier_arrive(taken(others[i], warp));
+                if (lane == 0 && i < count) barrier_arrive(taken(others[i], warp));
         }
         exchange.taken ^= leaving;
     }

@@ -24,6 +24,7 @@ from gptoss_kernels.cuda import runtime
 from gptoss_kernels.fp8 import E4M3
 
 _TILE_KEYS = 64
+_ROW_BYTES = 128  # of the caches as the copy engine sees them
 _WINDOW_BOX = 16  # slots: a window's tiles begin at any multiple
 _WINDOW_WARPS = 3
 _UNBOUNDED = 2**30  # a window that hides nothing
@@ -293,15 +294,17 @@ def prepare(
     if tile.is_split:
         most_tiles = pairs * math.ceil(table_width * page_size / tile.keys)
         grid = max(1, min(_most_blocks(device, tile), most_tiles // tile.warps))
-    caches = (cache.view(-1, HEAD_DIM) for cache in (key_cache, value_cache))
-    swizzle = HEAD_DIM * key_cache.element_size()
+    # In e4m3 two slots a row: the copy engine asks for a row at a time, and memory gives 128 bytes.
+    columns = _ROW_BYTES // key_cache.element_size()
+    box = (tile.box * HEAD_DIM // columns, columns)
+    caches = (cache.view(-1, columns) for cache in (key_cache, value_cache))
     optional = (key_scale, value_scale, out, *split)
     return runtime.Launch(
         runtime.load(tile.spec, device),
         grid=grid,
         threads=tile.threads,
         arguments=(
-            *(runtime.tensor_map(cache, (tile.box, HEAD_DIM), swizzle) for cache in caches),
+            *(runtime.tensor_map(cache, box, _ROW_BYTES) for cache in caches),
             _Arguments(
                 *(each.data_ptr() for each in (query, *inputs[3:])),
                 *(each.data_ptr() if each is not None else None for each in optional),
