@@ -405,7 +405,8 @@ def test_a_library_that_is_missing_is_said_before_weights_are_loaded(
 ):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(InvalidConfig, match=rf"{key} = {name} needs the library .*\[{name}\]"):
-        load_operators(EngineConfig.from_mapping({key: name}), torch.device("cuda"), torch.bfloat16)
+        config = EngineConfig.from_mapping({"gemm": "reference", key: name})
+        load_operators(config, torch.device("cuda"), torch.bfloat16)
 
 
 class Beside:

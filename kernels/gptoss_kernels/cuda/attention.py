@@ -37,7 +37,10 @@ def attention(
     ValueError names what is wrong with a tensor, before anything is launched.
     """
     contracts.check_gpu(query, "query")
-    num_tokens, num_sequences = len(query), len(seq_lens)
+    # The kernels get slices of these, and check all else.
+    num_tokens, num_sequences = len(query), len(page_tables)
+    contracts.check_shape("query_start", query_start, (num_sequences + 1,))
+    contracts.check_shape("seq_lens", seq_lens, (num_sequences,))
     contracts.check_decodes(decodes, num_tokens, num_sequences)
     if out is None:
         shape = (num_tokens, query.shape[1:].numel())
