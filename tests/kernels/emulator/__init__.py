@@ -55,6 +55,7 @@ __all__ = ["CompilationError", "Emulation", "EmulationError", "emulated", "guard
 _FLAGS = (
     *("-std=c++17", "-O1", "-shared", "-fPIC", "-w"),
     *("-g1", "-fno-omit-frame-pointer"),  # to tell where a thread is
+    "-fno-strict-aliasing",  # as nvcc
     "-fno-gnu-unique",  # nothing of one kernel is another's
 )
 _ELEMENT_BYTES = (1, 2, 4, 4, 8, 8, 2, 4, 8, 2, 4, 4, 4)  # by CUtensorMapDataType
