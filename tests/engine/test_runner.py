@@ -404,8 +404,8 @@ def test_a_library_that_is_missing_is_said_before_weights_are_loaded(
     key: str, name: str, module: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setitem(sys.modules, module, None)
+    config = EngineConfig.from_mapping({"gemm": "reference", key: name})
     with pytest.raises(InvalidConfig, match=rf"{key} = {name} needs the library .*\[{name}\]"):
-        config = EngineConfig.from_mapping({"gemm": "reference", key: name})
         load_operators(config, torch.device("cuda"), torch.bfloat16)
 
 
