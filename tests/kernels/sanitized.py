@@ -453,7 +453,7 @@ class DecodeWhereAllArrive(decode.DecodeTile):
             (
                 ("if (lane == 0) barrier_arrive(left(", "barrier_arrive(left("),
                 (
-                    "if (lane == i && i < count) barrier_arrive(taken",
+                    "if (lane == 0 && i < count) barrier_arrive(taken",
                     "if (i < count) barrier_arrive(taken",
                 ),
                 (
