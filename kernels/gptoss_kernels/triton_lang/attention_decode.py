@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gptoss_kernels.triton_lang import device
 from gptoss_kernels.triton_lang.attention_tile import (
-    headroom,
+    end_softmax,
     load_pages,
     load_queries,
     load_sinks,
@@ -302,19 +302,17 @@ def _attend(
     if WINDOW is None:
         low = (share - first_share) * each * KEYS
         high = tl.minimum(low + each * KEYS, length)
-        sink = tl.full((ROWS,), float("-inf"), tl.float32)  # which the other kernel adds
     else:
         if start >= end:
             return
         low = tl.maximum(length - end + start - WINDOW + 1, 0)
         high = length
-        sink = load_sinks(sinks, head, GROUP, ROWS)
     PAIRED: tl.constexpr = key_cache.dtype.element_ty != query.dtype.element_ty
     DTYPE: tl.constexpr = tl.float16 if PAIRED else tl.bfloat16
     queries, factor = load_queries(
         *(query, start, end, head, scale, key_scale, HEADS, GROUP, ROWS, DEPTH, DTYPE)
     )
-    base, total = start_softmax(sink, headroom(DTYPE))
+    base, total = start_softmax(ROWS)
     added = tl.zeros((ROWS, DEPTH // 2 if PAIRED else DEPTH), tl.float32)
     more_added = added
     base, total, added, more_added = _add_tiles(
@@ -334,9 +332,8 @@ def _attend(
         totals = softmax + tl.num_programs(0).to(tl.int64) * KV_HEADS * ROWS
         tl.store(totals + row, total, mask=is_live)
     else:
-        inverse = 1 / total
-        if value_scale is not None:
-            inverse *= tl.load(value_scale + head)
+        sink = load_sinks(sinks, head, GROUP, ROWS)
+        inverse = end_softmax(base, total, sink, value_scale, head)
         store_rows(out, added * inverse[:, None], start, end, head, HEADS, GROUP, ROWS, DEPTH)
 
 
@@ -375,7 +372,8 @@ def _combine(
         return
     each = _share_tiles(query_start, seq_lens, num_sequences, num_shares, KEYS, LANES)
     begin, end = _find_shares(query_start, seq_lens, num_sequences, each, sequence, KEYS, LANES)
-    base, total = start_softmax(tl.load(sinks + query_head) * LOG2_E, 0.0)
+    base = -1e30  # as it begins in each share
+    total = 0.0
     added = tl.zeros((DEPTH,), tl.float32)
     depth = tl.arange(0, DEPTH)
     for first in range(begin, end, SHARES):
@@ -394,8 +392,6 @@ def _combine(
         total = total * shrunk + tl.sum(share_total * weight, 0)
         added = added * shrunk + tl.sum(share_sums * weight[:, None], 0)
         base = now_base
-    inverse = 1 / total
-    if value_scale is not None:
-        inverse *= tl.load(value_scale + head)
+    inverse = end_softmax(base, total, tl.load(sinks + query_head) * LOG2_E, value_scale, head)
     row = token.to(tl.int64) * HEADS + query_head
     tl.store(out + row * DEPTH + depth, (added * inverse).to(tl.bfloat16))

@@ -23,6 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gptoss_kernels.triton_lang import device
 from gptoss_kernels.triton_lang.attention_tile import (
+    end_softmax,
     headroom,
     load_pages,
     load_queries,
@@ -40,8 +41,8 @@ class Tile(NamedTuple):
 
     boxes: tiles of keys that share one step of the softmax, 1 or 2. stages: slots of the ring that
     loads run ahead in. quantises: with a cache of e4m3 queries are rounded to it, too, and not keys
-    widened to f16, which costs a copy through shared memory but no accuracy. registers: the most of
-    a thread, which the compiler makes use of.
+    widened to f16, which costs a copy through shared memory but no accuracy. registers: the most
+    that a thread may have.
     """
 
     rows: int
@@ -54,12 +55,11 @@ class Tile(NamedTuple):
 
 
 def choose_tile(window: int | None, *, is_fp8: bool) -> Tile:
-    if window is not None and is_fp8:
-        return Tile(64, 64)
-    # Two warpgroups share what is copied, which is much with a window, or what is widened.
-    if window is not None or is_fp8:
-        return Tile(128, 64, warps=8)
-    return Tile(64, 64, boxes=2, registers=168)  # three programs a multiprocessor
+    # Each leaves room for 12 warps on a multiprocessor. Two warpgroups share what is copied, which
+    # is much with a window, or what is widened.
+    if window is None:
+        return Tile(128, 64, warps=8, registers=128) if is_fp8 else Tile(64, 64, boxes=2)
+    return Tile(64, 64) if is_fp8 else Tile(128, 64, warps=8)
 
 
 def attention_prefill(
@@ -275,7 +275,7 @@ def _attend(
     queries, factor = load_queries(
         *(query, first, end, head, scale, key_scale, HEADS, GROUP, ROWS, DEPTH, query_dtype)
     )
-    base, total = start_softmax(load_sinks(sinks, head, GROUP, ROWS), headroom(dtype))
+    base, total = start_softmax(ROWS)
     sums = tl.zeros((ROWS, DEPTH), tl.float32)
     pages = page_tables + sequence.to(tl.int64) * table_pitch
     first_position = length - end + first
@@ -297,7 +297,5 @@ def _attend(
         *(base, total, sums, queries, factor, position, key_cache, value_cache, pages, head),
         *(begin, low, high, KV_HEADS, PAGE, WINDOW, KEYS, DEPTH, dtype, STAGES),
     )
-    inverse = 1 / total
-    if value_scale is not None:
-        inverse *= tl.load(value_scale + head)
+    inverse = end_softmax(base, total, load_sinks(sinks, head, GROUP, ROWS), value_scale, head)
     store_rows(out, sums * inverse[:, None], first, end, head, HEADS, GROUP, ROWS, DEPTH)

@@ -71,14 +71,21 @@ def headroom(DTYPE: tl.constexpr):
 
 
 @triton.jit
-def start_softmax(sink, HEADROOM: tl.constexpr):
-    """`base` and `total` of a softmax that has seen the sinks alone, of which any may be -inf.
+def start_softmax(ROWS: tl.constexpr):
+    """`base` and `total` before any key. Finite: the difference of two infinities would be NaN."""
+    return tl.full((ROWS,), -1e30, tl.float32), tl.zeros((ROWS,), tl.float32)
 
-    `base` stays finite: the difference of two infinities would be NaN.
+
+@triton.jit
+def end_softmax(base, total, sink, value_scale, head):
+    """What sums of values are multiplied by: the sink has its weight, and no value.
+
+    Only now, as weights beside a large sink's would be too small for their dtype.
     """
-    LEAST: tl.constexpr = -1e30
-    base = tl.maximum(sink, LEAST) - HEADROOM
-    return base, tl.exp2(sink - base)
+    inverse = 1 / (total + tl.exp2(sink - base))
+    if value_scale is not None:
+        inverse *= tl.load(value_scale + head)
+    return inverse
 
 
 @triton.jit
