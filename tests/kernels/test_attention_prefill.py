@@ -31,11 +31,12 @@ FULL_TILES = (
     PrefillTile(turns=1, slack=0),
     PrefillTile(overlaps=False, is_dynamic=False),
     PrefillTile(is_optimistic=True),
+    PrefillTile(is_optimistic=True, waits_late=True, turns=1),
     PrefillTile(warpgroups=2, block=192, stages=3, polynomials=2),
     PrefillTile(warpgroups=1, block=64, stages=2, query_slots=1, blocks=3, polynomials=3),
 )
 WINDOW_TILES = (
-    PrefillTile(block=96, has_window=True, is_dynamic=False),
+    PrefillTile(block=64, stages=8, has_window=True, is_dynamic=False),
     PrefillTile(warpgroups=2, block=192, stages=3, has_window=True, overlaps=False),
     PrefillTile(warpgroups=1, block=64, blocks=3, stages=2, has_window=True, polynomials=1),
 )
@@ -103,7 +104,7 @@ def test_page_tables_are_read_in_pieces_of_32_boxes(page_size: int) -> None:
 
 @pytest.mark.parametrize(
     "tile",
-    [None, FULL_TILES[2], FULL_TILES[3], PrefillTile(is_optimistic=True, polynomials=3)],
+    [None, *FULL_TILES[2:5], PrefillTile(is_optimistic=True, polynomials=3)],
     ids=str,
 )
 @pytest.mark.parametrize("rise", [0.05, 2.0, 400.0])
@@ -146,10 +147,13 @@ def test_blocks_in_any_number_give_equal_bits() -> None:
     assert given[0].equal(given[2])
 
 
-@pytest.mark.parametrize("line", ["multiply_keys_again();", "total[0] = total_before[0];"])
-def test_bounds_see_an_optimist_who_is_wrong(line: str) -> None:
+@pytest.mark.parametrize("waits_late", [False, True])
+@pytest.mark.parametrize(
+    "line", ["                multiply_keys_again();", "total[0] = total_before[0];"]
+)
+def test_bounds_see_an_optimist_who_is_wrong(line: str, waits_late: bool) -> None:
     case = falling_scores(400.0)
-    tile = PrefillTile(is_optimistic=True)
+    tile = PrefillTile(is_optimistic=True, waits_late=waits_late)
     assert not emulated_errors(case, tile, change=without(line)).within(BF16_BOUNDS)
 
 
@@ -211,13 +215,17 @@ def test_tiles_have_room(tile: PrefillTile) -> None:
 
 def test_refusals_are_said() -> None:
     case = make_case([(20, 20)], heads=(8, 1))
+    of_window, of_fp8 = (
+        choose_tile(torch.bfloat16, has_window=True),
+        choose_tile(E4M3, has_window=False),
+    )
     with emulated():
-        with pytest.raises(ValueError, match="window"):
-            attend(case, choose_tile(has_window=True))
+        with pytest.raises(ValueError, match="is for layers with window"):
+            attend(case, of_window)
+        with pytest.raises(ValueError, match="is for caches of"):
+            attend(case, of_fp8)
         with pytest.raises(ValueError, match="scale must be above 0"):
             attend(replace(case, scale=0.0))
-        with pytest.raises(ValueError, match="caches must be bf16"):
-            attend(make_case([(20, 20)], heads=(8, 1), dtype=E4M3))
 
 
 # ---- on a GPU ----------------------------------------------------------------------------------

@@ -89,19 +89,19 @@ __device__ __forceinline__ void Math::round_powers() {
 
 // This warp's scores once more, by itself.
 __device__ __forceinline__ void Math::multiply_keys_again() {
+    // Of a row the first or the second 16 bytes, swizzled as the copy engine does it.
     const uint32_t query = shared + QUERY_OFFSET + queries.slot * QUERY_BYTES +
-                           (warp_row + lane % 16) * ROW_BYTES;
+                           (warp_row + lane % 16) * ROW_BYTES + (lane / 16 ^ lane % 8) * 16;
     const uint32_t key = shared + KEY_OFFSET + keys.slot * BLOCK_BYTES +
-                         (lane / 16 * 8 + lane % 8) * ROW_BYTES;
+                         (lane / 16 * 8 + lane % 8) * ROW_BYTES + (lane / 8 % 2 ^ lane % 8) * 16;
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 16; ++i) {
         float part[2][4] = {};
 #pragma unroll
         for (int k = 0; k < D / 16; ++k) {
             uint32_t a[4], b[4];
-            load_matrices(query + ((2 * k + lane / 16) ^ lane % 8) * 16, a);
-            load_matrices(
-                key + i * 16 * ROW_BYTES + ((2 * k + lane / 8 % 2) ^ lane % 8) * 16, b);
+            load_matrices(computed_here(query) ^ k * 32, a);
+            load_matrices((computed_here(key) ^ k * 32) + i * 16 * ROW_BYTES, b);
             multiply_bf16(part[0], a, {b[0], b[1]});
             multiply_bf16(part[1], a, {b[2], b[3]});
         }

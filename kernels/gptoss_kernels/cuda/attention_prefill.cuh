@@ -14,7 +14,8 @@
 //
 // IS_OPTIMISTIC: where nothing is masked, no maximum is looked for either. Powers are taken relative
 // to the reference as it is, and only if their sum comes out too large does the warp multiply these
-// keys once more, by itself, and raise its references first.
+// keys once more, by itself, and raise its references first. WAITS_LATE: that is decided before the
+// values of the block before are waited for; the compiler moves the wait between powers otherwise.
 //
 // Keys come from the last to the first, so that the block that the diagonal crosses, and that ends
 // with slots of nobody, is the first one, which is written out. OVERLAPS: scores of the next block
@@ -24,7 +25,7 @@
 //
 // Defined by whoever compiles this: CACHE_BYTES (of a value), WARPGROUPS, BLOCK_N, STAGES, QUERY_SLOTS, BLOCKS (on a
 // multiprocessor), OVERLAPS, TURNS, POLYNOMIALS (of 8 powers, those on the multiply-add
-// units), SLACK, IS_OPTIMISTIC, HAS_WINDOW, IS_DYNAMIC (tiles go to whichever block is free), COUNTERS,
+// units), SLACK, IS_OPTIMISTIC, WAITS_LATE, HAS_WINDOW, IS_DYNAMIC (tiles go to whichever block is free), COUNTERS,
 // SHARED_BYTES, MATH_REGISTERS, PRODUCER_REGISTERS.
 
 constexpr int D = 64;
@@ -498,24 +499,32 @@ struct Math {
         }
         raise_to_powers();
         fence_registers(scores);
-        wgmma_wait<0>();
-        fence_registers(scores);
-        fence_registers(sums);
-        release_values();
-        round_powers();
+        if constexpr (!OPTIMISTIC || !WAITS_LATE) take_values_in();
         if constexpr (OPTIMISTIC) {
             const float added = fmaxf(total[0] - total_before[0], total[1] - total_before[1]);
             if (__any_sync(ALL_LANES, !(added < MAXIMUM_SUM))) {
+                wgmma_wait<0>();  // `powers` are free, which this takes the registers of
+                fence_registers(sums);
                 total[0] = total_before[0];
                 total[1] = total_before[1];
                 multiply_keys_again();
                 is_raised = raise_references();
                 raise_to_powers();
-                round_powers();
+                if (!WAITS_LATE) round_powers();
             }
             release_keys();
         }
+        if constexpr (OPTIMISTIC && WAITS_LATE) take_values_in();
         if (is_raised) rescale();
+    }
+
+    // The values' product is waited for; the next one's left operand takes its place.
+    __device__ __forceinline__ void take_values_in() {
+        wgmma_wait<0>();
+        fence_registers(scores);
+        fence_registers(sums);
+        release_values();
+        round_powers();
     }
 
     __device__ __forceinline__ void attend() {

@@ -27,7 +27,6 @@ _COUNTERS = 65_536
 _next_counter = itertools.count()
 _HEAD_DIM = contracts.HEAD_DIM
 _ROW_BYTES = 2 * _HEAD_DIM
-_MAXIMUM_BOX_ROWS = 64
 _REGISTERS = 65_536  # of a multiprocessor
 
 
@@ -51,8 +50,8 @@ def attention_prefill(
 
     query_start [B + 1] int32 holds rows of `query` [T, N, D] and need not begin at 0; all else as
     of reference.attention. Pages of 16 to 256 tokens; `scale` above 0. Sinks must not be written by
-    the kernel launched just before on the same stream. A launch counts its tiles
-    in memory of its own, so the same one (the same tensors) must not run on two streams at once.
+    the kernel launched just before on the same stream. A launch counts its tiles in memory of its
+    own, so the same one (the same tensors) must not run on two streams at once.
     Raises ValueError on anything else, and runtime.CudaError where there is no Hopper GPU.
     """
     given = (query, key_cache, value_cache, sinks, query_start, seq_lens, page_tables, out)
@@ -78,9 +77,11 @@ class PrefillTile:
     is compiled for.
 
     warpgroups: of 64 rows; block: keys at a time; stages: slots for keys and for values; blocks:
-    on a multiprocessor; overlaps, turns, is_optimistic: see attention_prefill.cuh; polynomials: of
-    8 exponentials, those that the multiply-add units compute; slack: log2 of how far a maximum may
-    outgrow what its row is scaled by; is_dynamic: tiles go to whichever block is free.
+    on a multiprocessor; overlaps, turns, is_optimistic, waits_late: see attention_prefill.cuh;
+    polynomials: of 8 exponentials, those that the multiply-add units compute; slack: log2 of how
+    far a maximum may outgrow what its row is scaled by; is_dynamic: tiles go to whichever block is
+    free; box_rows: the most keys that one copy brings, and with a window what the first one is a
+    multiple of.
     """
 
     warpgroups: int = 3
@@ -93,8 +94,10 @@ class PrefillTile:
     polynomials: int = 0
     slack: int = 8
     is_optimistic: bool = False
+    waits_late: bool = False
     has_window: bool = False
     is_dynamic: bool = True
+    box_rows: int = 64
 
     name = "attention_prefill"
     dtype = torch.bfloat16
@@ -139,6 +142,7 @@ class PrefillTile:
             "POLYNOMIALS": self.polynomials,
             "SLACK": self.slack,
             "IS_OPTIMISTIC": int(self.is_optimistic and self.overlaps and not self.has_window),
+            "WAITS_LATE": int(self.waits_late),
             "HAS_WINDOW": int(self.has_window),
             "IS_DYNAMIC": int(self.is_dynamic),
             "COUNTERS": _COUNTERS,
@@ -214,7 +218,8 @@ class PrefillFp8Tile(PrefillTile):
 
 
 _FULL_TILE = PrefillTile()
-_WINDOW_TILE = PrefillTile(block=64, stages=8, turns=0, has_window=True)
+# Of 24 tokens with 8 heads each: a window of 128 in two blocks, wherever it begins.
+_WINDOW_TILE = PrefillTile(block=96, stages=6, query_slots=3, turns=0, has_window=True, box_rows=32)
 
 _FULL_FP8_TILE = PrefillFp8Tile()
 _WINDOW_FP8_TILE = PrefillFp8Tile(block=64, stages=8, wide_stages=6, turns=0, has_window=True)
@@ -284,7 +289,7 @@ def prepare(
     group = num_heads // num_kv_heads
     tokens = tile.rows // group
     most_tiles = (num_tokens // tokens + num_sequences) * num_kv_heads
-    box_rows = min(page_size, tile.block & -tile.block, _MAXIMUM_BOX_ROWS)
+    box_rows = min(page_size, tile.block & -tile.block, tile.box_rows)
     box = (box_rows, _HEAD_DIM)
     # The tensor cores read swizzled rows: keys, and values that need not be widened.
     row_bytes = _HEAD_DIM * key_cache.itemsize
