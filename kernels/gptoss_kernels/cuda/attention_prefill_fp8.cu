@@ -1,22 +1,22 @@
 // attention_prefill.cuh over caches of e4m3.
 //
-// Scores are products of e4m3. The warpgroup of a row gives it a power of two as its scale, and makes
-// of each bf16 value QUERY_TERMS e4m3 values, in place: the nearest one, and the nearest one to the
-// rest. bf16 has 8 significant bits and e4m3 has 4, so the sum of the two is the value, but for what
-// is a thousand times smaller than the row's largest. The rest is multiplied first: of each term of
-// a sum, the tensor cores keep what is above some 2^-13 of the largest, and most products of e4m3,
-// which have 8 bits, survive that whole.
+// Scores are products of e4m3. The warpgroup of a row gives it a power of two as its scale, and
+// makes of each bf16 value QUERY_TERMS e4m3 values, in place: the nearest one, and the nearest one
+// to the rest. bf16 has 8 significant bits and e4m3 has 4, so the sum of the two is the value, but
+// for what is a thousand times smaller than the row's largest. The rest is multiplied first: of
+// each term of a sum, the tensor cores keep what is above some 2^-13 of the largest, and most
+// products of e4m3, which have 8 bits, survive that whole.
 //
 // Values are multiplied in fp16, which holds each e4m3 value. Three warps widen them on their way,
 // from narrow slots to wide ones, and write zeros for those that no query of the tile sees: nothing
 // or anything was loaded there, and 0 * NaN is NaN. WIDENS_BY_SHIFTS: by integer instructions, 2^-8
 // times each value; a NaN becomes 480.
 //
-// Powers are rounded to fp16 as well. So a row's reference is 15 - SLACK higher up than it had to be:
+// Powers are rounded to fp16 as well. So a row's reference is 15 - SLACK below where it had to be:
 // powers reach 2^15, and those down to 2^-21 of the largest keep all their bits.
 //
-// Defined by whoever compiles this, beside what attention_prefill.cuh says: QUERY_TERMS,
-// WIDENS_BY_SHIFTS.
+// Defined by whoever compiles this, beside what attention_prefill.cuh says: WIDE_STAGES (slots for
+// widened values), QUERY_TERMS, WIDENS_BY_SHIFTS.
 
 static_assert(CACHE_BYTES == 1);
 
