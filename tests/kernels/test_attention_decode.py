@@ -195,7 +195,7 @@ WRONG: dict[str, tuple[Callable[[str], str], dict[str, Any]]] = {
         without("if (is_edge) hide(scores, walk, m, key + step * STEP);"),
         {},
     ),
-    "no sink": (without("total += exp2_approx(fmaf(half ? sink.y : sink.x"), {}),
+    "no sink": (instead("half ? sink.y : sink.x", "-1e30f"), {}),
     "no other warps": (without("add_up(sums, exchange, walk.leaving_warps());"), {}),
     "a room that is not free": (
         without(
