@@ -679,7 +679,7 @@ def test_lanes_of_a_warp_tell_each_other() -> None:
     results[128] = int(__ballot_sync(~0u, lane % 3 == 0));
     results[160] = int(__match_any_sync(~0u, lane / 7));
     results[192] = __reduce_add_sync(~0u, own);
-    results[224] = lane < 16 ? __reduce_max_sync(0xFFFFu, own) : __any_sync(0xFFFF0000u, lane == 3);
+    results[224] = lane < 16 ? __reduce_add_sync(0xFFFFu, own) : __any_sync(0xFFFF0000u, lane == 3);
     """
     run(body, out, out, threads=32)
     lane = torch.arange(32)
@@ -694,7 +694,7 @@ def test_lanes_of_a_warp_tell_each_other() -> None:
         torch.tensor(ballot).expand(32),
         torch.tensor(same),
         own.sum().expand(32),
-        torch.where(lane < 16, 225, 0),
+        torch.where(lane < 16, own[:16].sum(), 0),
     ]
     assert torch.equal(out.long() & 0xFFFFFFFF, torch.stack(expected))
 

@@ -182,44 +182,14 @@ void store_box(unsigned rank, const void* map_pointer, const int* place, unsigne
     start_store(std::move(copy));
 }
 
-void store_bulk(void* destination, unsigned source, unsigned bytes) {
-    Fiber& fiber = self();
-    if (bytes == 0 || bytes % 16 != 0 || reinterpret_cast<uintptr_t>(destination) % 16 != 0)
-        fail("a bulk store of %u bytes to %p: both must be multiples of 16", bytes, destination);
-    checked(own_block(), source, bytes, 16, "a bulk store");
-    Copy copy{&fiber, &own_block(), Copy::STORE, fiber.bulk_group};
-    copy.pieces.emplace_back(source, bytes);
-    copy.global.push_back(static_cast<unsigned char*>(destination));
-    start_store(std::move(copy));
-}
-
 void bulk_commit() { ++self().bulk_group; }
-
-namespace {
-
-// Of the thread's groups all but the last ones.
-bool is_waited_for(const Copy& copy, Copy::Kind kind, unsigned pending) {
-    const Fiber& fiber = self();
-    const unsigned open = kind == Copy::ASYNC ? fiber.async_group : fiber.bulk_group;
-    return copy.fiber == &fiber && copy.kind == kind && copy.group + pending < open;
-}
-
-void finish_all(Copy::Kind kind, unsigned pending) {
-    for (size_t i = copies.size(); i-- > 0;)
-        if (is_waited_for(copies[i], kind, pending)) finish_copy(i);
-}
-
-}  // namespace
-
-void bulk_wait(unsigned pending) {
-    pause();
-    finish_all(Copy::STORE, pending);
-}
 
 void bulk_wait_read(unsigned pending) {
     pause();
+    const Fiber& fiber = self();
     for (Copy& copy : copies) {
-        if (!is_waited_for(copy, Copy::STORE, pending)) continue;
+        if (copy.fiber != &fiber || copy.kind != Copy::STORE) continue;
+        if (copy.group + pending >= fiber.bulk_group) continue;
         if (copy.content.empty()) read_content(copy);
         copy.is_awaited = true;
     }
@@ -235,31 +205,6 @@ void store_async(unsigned address, unsigned barrier, const void* value, unsigned
     memset(memory, POISON, bytes);
     barrier_at(block, barrier);
     copies.push_back(std::move(copy));
-    pause();
-}
-
-void copy_async(unsigned destination, const void* source, unsigned bytes, unsigned read) {
-    Fiber& fiber = self();
-    if (reinterpret_cast<uintptr_t>(source) % bytes != 0 && read)
-        fail("cp.async of %u bytes from %p", bytes, source);
-    unsigned char* memory = shared_for_store(destination, bytes, bytes);
-    memset(memory, POISON, bytes);
-    Copy copy{&fiber, &own_block(), Copy::ASYNC, fiber.async_group};
-    if (read) {
-        copy.pieces.emplace_back(destination, read);
-        copy.global.push_back(static_cast<unsigned char*>(const_cast<void*>(source)));
-    }
-    if (read < bytes) {
-        copy.pieces.emplace_back(destination + read, bytes - read);
-        copy.global.push_back(nullptr);
-    }
-    copies.push_back(std::move(copy));
-}
-
-void copy_async_commit() { ++self().async_group; }
-
-void copy_async_wait(unsigned pending) {
-    finish_all(Copy::ASYNC, pending);
     pause();
 }
 

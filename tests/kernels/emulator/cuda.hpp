@@ -12,17 +12,12 @@
 #include "machine.hpp"
 
 #define __device__
-#define __host__
 #define __global__
-#define __constant__
 #define __grid_constant__
 #define __forceinline__ inline
-#define __noinline__ __attribute__((noinline))
-#define __restrict__
 #define __align__(bytes) alignas(bytes)
 #define __launch_bounds__(...)
 #define __cluster_dims__(...)
-#define __CUDA_ARCH__ 900
 
 // Both are part of the language or of hopper.cuh, where the one of 64 bits is another type.
 #define uint64_t cuda_uint64_t
@@ -99,39 +94,10 @@ inline float __int_as_float(int value) { return emulator::bits<float>(value); }
 inline unsigned __float_as_uint(float value) { return emulator::bits<unsigned>(value); }
 inline int __float_as_int(float value) { return emulator::bits<int>(value); }
 inline float __fadd_rn(float a, float b) { return a + b; }
-inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
-inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
-inline float __fdiv_rn(float a, float b) { return a / b; }
-inline float __fdividef(float a, float b) { return a / b; }
-inline float __frcp_rn(float a) { return 1 / a; }
-inline float __fsqrt_rn(float a) { return sqrtf(a); }
-inline float rsqrtf(float a) { return 1 / sqrtf(a); }
-inline float __expf(float a) { return expf(a); }
-inline float __logf(float a) { return logf(a); }
-inline float __log2f(float a) { return log2f(a); }
-inline int __float2int_rn(float a) { return int(rintf(a)); }
-inline int __float2int_rd(float a) { return int(floorf(a)); }
-inline float __int2float_rn(int a) { return float(a); }
-inline float __saturatef(float a) { return fmin(fmax(a, 0.f), 1.f); }
 
 inline int __popc(unsigned value) { return __builtin_popcount(value); }
-inline int __popcll(unsigned long long value) { return __builtin_popcountll(value); }
-inline int __clz(unsigned value) { return value ? __builtin_clz(value) : 32; }
 inline int __ffs(unsigned value) { return __builtin_ffs(int(value)); }
-inline unsigned __brev(unsigned value) {
-    unsigned result = 0;
-    for (int i = 0; i < 32; ++i) result |= (value >> i & 1) << (31 - i);
-    return result;
-}
-inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned long long)a * b >> 32; }
-inline int __mulhi(int a, int b) { return int((long long)a * b >> 32); }
-inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shift) {
-    return unsigned((((unsigned long long)high << 32 | low) << (shift & 31)) >> 32);
-}
-inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
-    return unsigned(((unsigned long long)high << 32 | low) >> (shift & 31));
-}
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     const unsigned long long both = (unsigned long long)b << 32 | a;
     unsigned result = 0;
@@ -157,47 +123,18 @@ template <typename T>
 inline T __ldcg(const T* pointer) {
     return *pointer;
 }
-template <typename T>
-inline T __ldcs(const T* pointer) {
-    return *pointer;
-}
 inline void __threadfence() { emulator::pause(); }
-inline void __threadfence_block() { emulator::pause(); }
 inline void __nanosleep(unsigned) { emulator::pause(true); }
 [[noreturn]] inline void __trap() { emulator::fail("__trap"); }
-inline long long clock64() {
-    static long long time;
-    return ++time;
-}
 
-// Not one thread is interrupted inside: what makes an operation atomic here.
-#define CUDA_ATOMIC(name, result)                                   \
-    template <typename T>                                           \
-    inline T name(T* pointer, std::common_type_t<T> value) {        \
-        emulator::check_write(pointer);                             \
-        emulator::pause();                                          \
-        const T old = *pointer;                                     \
-        *pointer = result;                                          \
-        emulator::pause();                                          \
-        return old;                                                 \
-    }
-CUDA_ATOMIC(atomicAdd, old + value)
-CUDA_ATOMIC(atomicSub, old - value)
-CUDA_ATOMIC(atomicMin, value < old ? value : old)
-CUDA_ATOMIC(atomicMax, old < value ? value : old)
-CUDA_ATOMIC(atomicAnd, old & value)
-CUDA_ATOMIC(atomicOr, old | value)
-CUDA_ATOMIC(atomicXor, old ^ value)
-CUDA_ATOMIC(atomicExch, value)
-CUDA_ATOMIC(atomicInc, old >= value ? 0 : old + 1)
-CUDA_ATOMIC(atomicDec, old == 0 || old > value ? value : old - 1)
-#undef CUDA_ATOMIC
+// No thread is interrupted between the two: what makes it atomic here.
 template <typename T>
-inline T atomicCAS(T* pointer, std::common_type_t<T> expected, std::common_type_t<T> value) {
+inline T atomicAdd(T* pointer, std::common_type_t<T> value) {
     emulator::check_write(pointer);
-    emulator::pause(true);
+    emulator::pause();
     const T old = *pointer;
-    if (old == expected) *pointer = value;
+    *pointer = old + value;
+    emulator::pause();
     return old;
 }
 
@@ -257,12 +194,6 @@ inline unsigned combined(unsigned mask, const char* what, unsigned value) {
 }
 inline unsigned add(unsigned a, unsigned b) { return a + b; }
 inline unsigned bit_or(unsigned a, unsigned b) { return a | b; }
-inline unsigned bit_and(unsigned a, unsigned b) { return a & b; }
-inline unsigned bit_xor(unsigned a, unsigned b) { return a ^ b; }
-inline unsigned less(unsigned a, unsigned b) { return a < b ? a : b; }
-inline unsigned more(unsigned a, unsigned b) { return a < b ? b : a; }
-inline unsigned less_signed(unsigned a, unsigned b) { return int(a) < int(b) ? a : b; }
-inline unsigned more_signed(unsigned a, unsigned b) { return int(a) < int(b) ? b : a; }
 
 inline void match(void* const (&brought)[32]) {
     for (void* each : brought) {
@@ -307,32 +238,9 @@ inline unsigned __ballot_sync(unsigned mask, int predicate) {
 inline int __any_sync(unsigned mask, int predicate) {
     return emulator::combined<emulator::bit_or>(mask, "__any_sync", predicate != 0);
 }
-inline int __all_sync(unsigned mask, int predicate) {
-    return emulator::combined<emulator::bit_and>(mask, "__all_sync", predicate != 0);
-}
 template <typename T>
 inline T __reduce_add_sync(unsigned mask, T value) {
     return T(emulator::combined<emulator::add>(mask, "__reduce_add_sync", unsigned(value)));
-}
-inline unsigned __reduce_or_sync(unsigned mask, unsigned value) {
-    return emulator::combined<emulator::bit_or>(mask, "__reduce_or_sync", value);
-}
-inline unsigned __reduce_and_sync(unsigned mask, unsigned value) {
-    return emulator::combined<emulator::bit_and>(mask, "__reduce_and_sync", value);
-}
-inline unsigned __reduce_min_sync(unsigned mask, unsigned value) {
-    return emulator::combined<emulator::less>(mask, "__reduce_min_sync", value);
-}
-inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
-    return emulator::combined<emulator::more>(mask, "__reduce_max_sync", value);
-}
-inline int __reduce_min_sync(unsigned mask, int value) {
-    constexpr const char* WHAT = "__reduce_min_sync";
-    return int(emulator::combined<emulator::less_signed>(mask, WHAT, unsigned(value)));
-}
-inline int __reduce_max_sync(unsigned mask, int value) {
-    constexpr const char* WHAT = "__reduce_max_sync";
-    return int(emulator::combined<emulator::more_signed>(mask, WHAT, unsigned(value)));
 }
 template <typename T>
 inline unsigned __match_any_sync(unsigned mask, T value) {

@@ -51,11 +51,9 @@ void cluster_wait();
 // ---- mbarriers ---------------------------------------------------------------------------------
 
 void barrier_init(unsigned address, unsigned arrivals);
-void barrier_invalidate(unsigned address);
 void barrier_expect(unsigned address, unsigned bytes);
 void barrier_arrive(unsigned address, unsigned count);
 bool barrier_try_wait(unsigned address, unsigned parity);
-bool barrier_test_wait(unsigned address, unsigned parity);
 
 // ---- copies ------------------------------------------------------------------------------------
 
@@ -63,14 +61,9 @@ void load_box(unsigned rank, unsigned destination, const void* map, const int* p
               unsigned barrier, unsigned multicast);
 void store_box(unsigned rank, const void* map, const int* place, unsigned source);
 void load_bulk(unsigned destination, const void* source, unsigned bytes, unsigned barrier);
-void store_bulk(void* destination, unsigned source, unsigned bytes);
 void bulk_commit();
-void bulk_wait(unsigned pending);
 void bulk_wait_read(unsigned pending);  // until the sources have been read
 void store_async(unsigned address, unsigned barrier, const void* value, unsigned bytes);
-void copy_async(unsigned destination, const void* source, unsigned bytes, unsigned read);
-void copy_async_commit();
-void copy_async_wait(unsigned pending);
 
 // ---- tensor cores ------------------------------------------------------------------------------
 

@@ -100,16 +100,6 @@ inline void store_async(b32 address, b32 barrier, Registers... sources) {
     T values[] = {get<T>(sources)...};
     emulator::store_async(address, barrier, values, sizeof values);
 }
-template <typename T, typename Register>
-inline void add_global(b64 address, Register value) {
-    check_global(address, sizeof(T));
-    atomicAdd(reinterpret_cast<T*>(address), get<T>(value));
-}
-template <typename T, typename Register>
-inline void add_global_returning(Register& old, b64 address, Register value) {
-    check_global(address, sizeof(T));
-    put<T>(old, atomicAdd(reinterpret_cast<T*>(address), get<T>(value)));
-}
 
 // ---- matrices in a warp ------------------------------------------------------------------------
 
@@ -229,38 +219,18 @@ inline void barrier_arrive_expect(b32, b32 address, b32 bytes) {
 inline void barrier_try_wait(bool& passed, b32 address, b32 parity, b32 = 0) {
     passed = emulator::barrier_try_wait(address, parity);
 }
-inline void barrier_test_wait(bool& passed, b32 address, b32 parity) {
-    passed = emulator::barrier_test_wait(address, parity);
-}
 inline void map_shared(b32& target, b32 address, b32 rank) {
     target = (address & 0xFFFFFF) | (rank + 1) << 24;
 }
 inline void load_bulk(b32 destination, b64 source, b32 bytes, b32 barrier, b64 = 0) {
     emulator::load_bulk(destination, reinterpret_cast<const void*>(source), bytes, barrier);
 }
-inline void store_bulk(b64 destination, b32 source, b32 bytes, b64 = 0) {
-    emulator::store_bulk(reinterpret_cast<void*>(destination), source, bytes);
-}
-inline void copy_async(b32 destination, b64 source, b32 bytes) {
-    emulator::copy_async(destination, reinterpret_cast<const void*>(source), bytes, bytes);
-}
-inline void copy_async(b32 destination, b64 source, b32 bytes, b32 read) {
-    emulator::copy_async(destination, reinterpret_cast<const void*>(source), bytes, read);
-}
 inline void named_sync(b32 id, b32 threads) { emulator::named_barrier(id, threads, true); }
-inline void named_sync(b32 id) {
-    id == 0 ? emulator::block_sync()
-            : emulator::named_barrier(id, emulator::block_size.x, true);
-}
 inline void named_arrive(b32 id, b32 threads) { emulator::named_barrier(id, threads, false); }
 
 // ---- moves and arithmetic ----------------------------------------------------------------------
 
 inline b32 special_cluster_ctarank() { return emulator::current->cluster_rank; }
-inline b32 special_cluster_nctarank() { return emulator::current->cluster_size; }
-inline b32 special_laneid() { return emulator::current->lane; }
-inline b32 special_smid() { return 0; }
-inline b32 special_globaltimer_lo() { return b32(clock64()); }
 
 inline void mov_u32(b32& target, b32 value) { target = value; }
 inline void mov_b32(b32& target, b32 value) { target = value; }
@@ -269,25 +239,8 @@ inline void mov_b32(b16& low, b16& high, b32 value) {
     low = b16(value);
     high = b16(value >> 16);
 }
-inline void mov_b64(b64& target, b64 value) { target = value; }
-inline void mov_b64(b64& target, b32 low, b32 high) { target = low | b64(high) << 32; }
-inline void mov_b64(b32& low, b32& high, b64 value) {
-    low = b32(value);
-    high = b32(value >> 32);
-}
 inline void setp_ne_b32(bool& target, b32 a, b32 b) { target = a != b; }
-inline void setp_ne_u32(bool& target, b32 a, b32 b) { target = a != b; }
-inline void setp_ne_s32(bool& target, b32 a, b32 b) { target = a != b; }
-inline void setp_eq_b32(bool& target, b32 a, b32 b) { target = a == b; }
-inline void setp_eq_u32(bool& target, b32 a, b32 b) { target = a == b; }
 inline void selp_u32(b32& target, b32 a, b32 b, bool first) { target = first ? a : b; }
-inline void selp_b32(b32& target, b32 a, b32 b, bool first) { target = first ? a : b; }
-inline void selp_s32(b32& target, b32 a, b32 b, bool first) { target = first ? a : b; }
-inline void elect_sync(b32& leader, bool& is_leader, b32 mask) {
-    leader = b32(__builtin_ctz(mask));
-    is_leader = leader == emulator::current->lane;
-    __syncwarp(mask);
-}
 
 inline b32 pair(b16 low, b16 high) { return low | b32(high) << 16; }
 inline b16 half_of(b32 value, int i) { return b16(value >> 16 * i); }
@@ -304,30 +257,15 @@ inline void max_NaN_f32(float& target, float a, float b) {
 inline float flushed(float value) {
     return fabsf(value) < 1.17549435e-38f ? copysignf(0, value) : value;
 }
-inline void ex2_approx_f32(float& target, float a) { target = exp2f(a); }
 inline void ex2_approx_ftz_f32(float& target, float a) { target = flushed(exp2f(flushed(a))); }
-inline void lg2_approx_f32(float& target, float a) { target = log2f(a); }
-inline void lg2_approx_ftz_f32(float& target, float a) { target = log2f(flushed(a)); }
-inline void rcp_approx_f32(float& target, float a) { target = 1 / a; }
 inline void rcp_approx_ftz_f32(float& target, float a) { target = flushed(1 / flushed(a)); }
 inline void rsqrt_approx_f32(float& target, float a) { target = 1 / sqrtf(a); }
-inline void rsqrt_approx_ftz_f32(float& target, float a) { target = 1 / sqrtf(flushed(a)); }
-inline void sqrt_approx_f32(float& target, float a) { target = sqrtf(a); }
-inline void tanh_approx_f32(float& target, float a) { target = tanhf(a); }
 
 inline void cvt_rn_bf16x2_f32(b32& target, float high, float low) {
     target = pair(emulator::narrow_bf16(low), emulator::narrow_bf16(high));
 }
-inline void cvt_rn_bf16_f32(b16& target, float value) { target = emulator::narrow_bf16(value); }
 inline void cvt_rn_f16x2_f32(b32& target, float high, float low) {
     target = pair(emulator::narrow_f16(low), emulator::narrow_f16(high));
-}
-inline void cvt_rn_f16_f32(b16& target, float value) { target = emulator::narrow_f16(value); }
-inline void cvt_f32_f16(float& target, b16 value) {
-    target = emulator::widen(emulator::Type::F16, value);
-}
-inline void cvt_f32_bf16(float& target, b16 value) {
-    target = emulator::widen(emulator::Type::BF16, value);
 }
 inline void cvt_rn_satfinite_e4m3x2_f32(b16& target, float high, float low) {
     target = b16(emulator::narrow_e4m3(low) | emulator::narrow_e4m3(high) << 8);
@@ -343,44 +281,16 @@ inline void cvt_rn_f16x2_e4m3x2(b32& target, b16 values) {
                   narrow_f16(widen(Type::E4M3, values >> 8)));
 }
 
-template <emulator::Type TYPE, typename Operation>
-inline void halves(b32& target, Operation operation) {
+inline void fma_rn_f16x2(b32& target, b32 a, b32 b, b32 c) {
     b16 results[2];
     for (int i = 0; i < 2; ++i) {
-        const float value = operation(i);
-        results[i] = TYPE == emulator::Type::F16 ? emulator::narrow_f16(value)
-                                                 : emulator::narrow_bf16(value);
+        const auto wide = [i](b32 pair) {
+            return emulator::widen(emulator::Type::F16, half_of(pair, i));
+        };
+        results[i] = emulator::narrow_f16(fmaf(wide(a), wide(b), wide(c)));
     }
     target = pair(results[0], results[1]);
 }
-#define PTX_OF_TWO(name, suffix, type, result)                                              \
-    inline void name##_##suffix(b32& target, b32 x, b32 y) {                                \
-        halves<emulator::Type::type>(target, [=](int i) {                                   \
-            const float a = wide_##suffix(x, i), b = wide_##suffix(y, i);                   \
-            return result;                                                                  \
-        });                                                                                 \
-    }
-#define PTX_HALVES(suffix, type)                                                            \
-    inline float wide_##suffix(b32 pair, int i) {                                           \
-        return emulator::widen(emulator::Type::type, half_of(pair, i));                     \
-    }                                                                                       \
-    PTX_OF_TWO(add, suffix, type, a + b)                                                    \
-    PTX_OF_TWO(sub, suffix, type, a - b)                                                    \
-    PTX_OF_TWO(mul, suffix, type, a * b)                                                    \
-    PTX_OF_TWO(add_rn, suffix, type, a + b)                                                 \
-    PTX_OF_TWO(sub_rn, suffix, type, a - b)                                                 \
-    PTX_OF_TWO(mul_rn, suffix, type, a * b)                                                 \
-    PTX_OF_TWO(min, suffix, type, fminf(a, b))                                              \
-    PTX_OF_TWO(max, suffix, type, fmaxf(a, b))                                              \
-    inline void fma_rn_##suffix(b32& target, b32 x, b32 y, b32 z) {                         \
-        halves<emulator::Type::type>(target, [=](int i) {                                   \
-            return fmaf(wide_##suffix(x, i), wide_##suffix(y, i), wide_##suffix(z, i));     \
-        });                                                                                 \
-    }
-PTX_HALVES(f16x2, F16)
-PTX_HALVES(bf16x2, BF16)
-#undef PTX_HALVES
-#undef PTX_OF_TWO
 
 }  // namespace ptx
 

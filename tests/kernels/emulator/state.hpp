@@ -50,7 +50,7 @@ struct Fiber : Thread {
     void* stack_pointer;
     Reason reason;
     std::vector<std::pair<unsigned, unsigned>> stored;  // to shared memory since the last fence
-    unsigned bulk_group = 0, async_group = 0;           // the one that is open
+    unsigned bulk_group = 0;                            // of stores: the one that is open
     unsigned cluster_generation = 0;
 };
 
@@ -149,8 +149,8 @@ struct Block {
 struct Copy {
     Fiber* fiber;
     Block* block;  // whose shared memory it reads or writes
-    enum Kind { LOAD, STORE, ASYNC } kind;
-    unsigned group = 0;  // of its thread's, but for a load
+    enum Kind { LOAD, STORE } kind;
+    unsigned group = 0;  // of its thread's stores
     unsigned barrier = 0;
     unsigned bytes = 0;  // counted at the barrier
     std::vector<std::pair<unsigned, unsigned>> pieces = {};  // shared address, bytes

@@ -260,11 +260,6 @@ void barrier_init(unsigned address, unsigned arrivals) {
     block.barriers[address] = Barrier{arrivals, arrivals, 0, 0, {}};
 }
 
-void barrier_invalidate(unsigned address) {
-    barrier_at(own_block(), address);
-    own_block().barriers.erase(address);
-}
-
 void barrier_expect(unsigned address, unsigned bytes) {
     Block& block = owner(address);
     add_bytes(barrier_at(block, address), address, bytes);
@@ -281,12 +276,6 @@ void barrier_arrive(unsigned address, unsigned count) {
     barrier.pending -= count;
     settle(barrier);
     pause();
-}
-
-bool barrier_test_wait(unsigned address, unsigned parity) {
-    const bool passed = has_passed(barrier_at(own_block(), address), parity);
-    pause(!passed);
-    return passed;
 }
 
 bool barrier_try_wait(unsigned address, unsigned parity) {

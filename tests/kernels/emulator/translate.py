@@ -59,33 +59,21 @@ _FAMILIES: tuple[tuple[str, str | None], ...] = (
     (rf"ld(\.volatile|\.weak)?\.shared(::cta|::cluster)?{_VECTOR}", "load_shared"),
     (rf"st(\.volatile|\.weak)?\.shared(::cta|::cluster)?{_VECTOR}", "store_shared"),
     (rf"st\.async(\.weak)?\.shared::cluster\.mbarrier::complete_tx::bytes{_VECTOR}", "store_async"),
-    (rf"red{_ORDER}\.global\.add\.(?P<type>\w+)", "add_global"),
-    (rf"red\.global{_ORDER}\.add\.(?P<type>\w+)", "add_global"),
-    (rf"atom{_ORDER}\.global{_ORDER}\.add\.(?P<type>\w+)", "add_global_returning"),
     (r"ldmatrix\.sync\.aligned\.m8n8\.x[124]\.shared(::cta)?\.b16", "load_matrices<false>"),
     (r"ldmatrix\.sync\.aligned\.m8n8\.x[124]\.trans\.shared(::cta)?\.b16", "load_matrices<true>"),
     (r"stmatrix\.sync\.aligned\.m8n8\.x[124]\.shared(::cta)?\.b16", "store_matrices<false>"),
-    (r"stmatrix\.sync\.aligned\.m8n8\.x[124]\.trans\.shared(::cta)?\.b16", "store_matrices<true>"),
     (rf"mbarrier\.init{_OF_THE_CTA}\.b64", "emulator::barrier_init"),
-    (rf"mbarrier\.inval{_OF_THE_CTA}\.b64", "emulator::barrier_invalidate"),
     (rf"mbarrier\.arrive\.expect_tx{_ORDER}{_OF_THE_CTA}\.b64", "barrier_arrive_expect"),
-    (rf"mbarrier\.expect_tx{_ORDER}{_OF_THE_CTA}\.b64", "emulator::barrier_expect"),
     (rf"mbarrier\.arrive{_ORDER}{_OF_THE_CTA}\.b64", "barrier_arrive"),
     (rf"mbarrier\.try_wait\.parity{_ORDER}{_OF_THE_CTA}\.b64", "barrier_try_wait"),
-    (rf"mbarrier\.test_wait\.parity{_ORDER}{_OF_THE_CTA}\.b64", "barrier_test_wait"),
     (r"mapa\.shared::cluster\.u32", "map_shared"),
     (
         r"cp\.async\.bulk\.shared::(cluster|cta)\.global\.mbarrier::complete_tx::bytes"
         r"(\.L2::cache_hint)?",
         "load_bulk",
     ),
-    (r"cp\.async\.bulk\.global\.shared::cta\.bulk_group(\.L2::cache_hint)?", "store_bulk"),
     (r"cp\.async\.bulk\.commit_group", "emulator::bulk_commit"),
-    (r"cp\.async\.bulk\.wait_group", "emulator::bulk_wait"),
     (r"cp\.async\.bulk\.wait_group\.read", "emulator::bulk_wait_read"),
-    (r"cp\.async\.c[ag]\.shared(::cta)?\.global(\.L2::\w+)*", "copy_async"),
-    (r"cp\.async\.commit_group", "emulator::copy_async_commit"),
-    (r"cp\.async\.wait_group", "emulator::copy_async_wait"),
     (r"wgmma\.fence\.sync\.aligned", "emulator::multiply_fence"),
     (r"wgmma\.commit_group\.sync\.aligned", "emulator::multiply_commit"),
     (r"wgmma\.wait_group\.sync\.aligned", "emulator::multiply_wait"),
@@ -110,12 +98,7 @@ _WGMMA = re.compile(
     r"wgmma\.mma_async\.sync\.aligned\.m64n(?P<columns>\d+)k(?P<k>\d+)\.f32\.(?P<type>\w+)\.\w+"
 )
 _MMA = re.compile(r"mma\.sync\.aligned\.m16n8k(?P<k>\d+)\.row\.col\.f32\.(?P<type>\w+)\.\w+\.f32")
-_PTX = (FOLDER / "ptx.hpp").read_text()
-_KNOWN = set(re.findall(r"\b(\w+)\(", _PTX)) | {
-    f"{name}_{suffix}"
-    for name in ("fma_rn", *re.findall(r"PTX_OF_TWO\((\w+), suffix, type, \w", _PTX))
-    for suffix in ("f16x2", "bf16x2")
-}
+_KNOWN = set(re.findall(r"\b(\w+)\(", (FOLDER / "ptx.hpp").read_text()))
 
 
 def _split(text: str, separator: str) -> list[str]:
