@@ -339,7 +339,7 @@ def test_two_streams_at_once(dtype: str) -> None:
     for _ in range(50):
         for i, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                results[i].append(run(cases[i]))
+                results[i].append(launch(cases[i]))
     torch.cuda.synchronize()
     for outs, out in zip(results, expected, strict=True):
         assert all(torch.equal(each, out) for each in outs)
