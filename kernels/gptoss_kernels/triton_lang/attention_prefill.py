@@ -1,4 +1,4 @@
-"""Attention of any number of queries a sequence: 4 T L / 2 operations for each of N heads and D.
+"""Attention of any number of queries a sequence: 4 N D operations for each key that a token sees.
 
 Bound by the tensor cores and by the exponentials. One program a tile of rows and key-value head;
 where sequences begin is known on the device alone, so the grid is as large as they may need, and a
