@@ -1,21 +1,23 @@
-// Attention with sinks of many queries over keys and values in pages: see attention_prefill.py. What
-// it is for caches of any type; attention_prefill.cu and attention_prefill_fp8.cu say how they
-// multiply, and what Helpers do, warps beside the one that loads.
+// Attention with sinks of many queries over keys and values in pages: see attention_prefill.py.
+// Here is what it is for caches of any type; attention_prefill.cu and attention_prefill_fp8.cu say
+// how they multiply, and what the warps beside the one that loads do.
 //
-// A tile is the queries of TOKENS neighbouring tokens of one sequence, with the G query heads that
-// share one key-value head: row = token * G + head, 64 rows a warpgroup. A persistent block has one
-// warp that feeds tiles to WARPGROUPS warpgroups through the copy engine: queries into one of
-// QUERY_SLOTS, keys and values, BLOCK_N at a time, into rings of STAGES slots. It runs ahead of them
-// over the ends of tiles.
+// A tile is the queries of neighbouring tokens of one sequence, with the G query heads that share
+// one key-value head: row = token * G + head, 64 rows a warpgroup. A persistent block has one warp
+// that feeds tiles to WARPGROUPS warpgroups through the copy engine: queries into one of
+// QUERY_SLOTS, keys and values, BLOCK_N at a time, into rings of STAGES slots. It runs ahead of
+// them over the ends of tiles.
 //
 // Softmax is that of powers of two. A row's scores times `scale` are taken relative to an integer
-// `reference`, at least SLACK below their maximum so far: a power is at most 2^SLACK, and sums are
-// rescaled only when a maximum has outgrown the reference by that. The sink joins the sum at the end.
+// `reference`, at most SLACK below their maximum so far: a power is at most 2^SLACK, and sums are
+// rescaled only when a maximum has outgrown the reference by that. The sink joins the sum at the
+// end.
 //
-// IS_OPTIMISTIC: where nothing is masked, no maximum is looked for either. Powers are taken relative
-// to the reference as it is, and only if their sum comes out too large does the warp multiply these
-// keys once more, by itself, and raise its references first. WAITS_LATE: that is decided before the
-// values of the block before are waited for; the compiler moves the wait between powers otherwise.
+// IS_OPTIMISTIC: where nothing is masked, no maximum is looked for either. Powers are taken
+// relative to the reference as it is, and only if their sum comes out too large does the warp
+// multiply these keys once more, by itself, and raise its references first. WAITS_LATE: that is
+// decided before the values of the block before are waited for; the compiler moves the wait between
+// powers otherwise.
 //
 // Keys come from the last to the first, so that the block that the diagonal crosses, and that ends
 // with slots of nobody, is the first one, which is written out. OVERLAPS: scores of the next block
@@ -23,10 +25,11 @@
 // TURNS: warpgroups hand each other the tensor cores, so that one has its powers computed while the
 // others multiply: not at all (0), when scores are under way (1), or when values are, too (2).
 //
-// Defined by whoever compiles this: CACHE_BYTES (of a value), WARPGROUPS, BLOCK_N, STAGES, QUERY_SLOTS, BLOCKS (on a
-// multiprocessor), OVERLAPS, TURNS, POLYNOMIALS (of 8 powers, those on the multiply-add
-// units), SLACK, IS_OPTIMISTIC, WAITS_LATE, HAS_WINDOW, IS_DYNAMIC (tiles go to whichever block is free), COUNTERS,
-// SHARED_BYTES, MATH_REGISTERS, PRODUCER_REGISTERS.
+// Defined by whoever compiles this: CACHE_BYTES (of a value), WARPGROUPS, BLOCK_N, STAGES,
+// WIDE_STAGES (of values that were widened), QUERY_SLOTS, BLOCKS (on a multiprocessor), OVERLAPS,
+// TURNS, POLYNOMIALS (of 8 powers, those on the multiply-add units), SLACK, IS_OPTIMISTIC,
+// WAITS_LATE, HAS_WINDOW, IS_DYNAMIC (tiles go to whichever block is free), COUNTERS, SHARED_BYTES,
+// MATH_REGISTERS, PRODUCER_REGISTERS.
 
 constexpr int D = 64;
 constexpr int ROW_BYTES = D * 2;  // of queries, of results, of values when they are multiplied
@@ -326,7 +329,7 @@ struct Producer {
 
 // ---- warpgroups that multiply ----------------------------------------------------------------
 
-// 2^x to 8e-5 of its value, for x below -126 2^-126. On the multiply-add units.
+// 2^x to 8e-5 of its value, and 2^-126 where x is below -126. On the multiply-add units.
 __device__ __forceinline__ float exp2_polynomial(float x) {
     constexpr float TO_INTEGER = 12582912.f;  // 1.5 * 2^23: the sum's last bit is worth 1
     x = fmaxf(x, -126.f);
@@ -375,7 +378,6 @@ struct Math {
     __device__ __forceinline__ void multiply_values(bool accumulate);
     // This warp's scores once more, by itself.
     __device__ __forceinline__ void multiply_keys_again();
-
 
     __device__ __forceinline__ void release(uint32_t empty) const {
         __syncwarp();
