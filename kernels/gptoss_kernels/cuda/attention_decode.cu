@@ -29,11 +29,11 @@ constexpr int MATRIX_BYTES = TILE * KEY_BYTES;
 constexpr int SLOT_BYTES = 2 * MATRIX_BYTES;  // keys, then values
 
 constexpr int M_TILES = (ROWS + 15) / 16;
-constexpr int HALVES = ROWS == 8 ? 1 : 2;     // of the 16 rows that the instruction has
-constexpr int VECTORS = 4 * HALVES + 1;       // of four floats: what a lane knows of 16 rows
+constexpr int HALVES = ROWS == 8 ? 1 : 2;  // of the 16 rows that the instruction has
+constexpr int VECTORS = 4 * HALVES + 1;    // of four floats: what a lane knows of 16 rows
 constexpr int PIECE_VECTORS = M_TILES * VECTORS;
 constexpr int ROOM_BYTES = PIECE_VECTORS * 32 * 16;
-constexpr bool ROWS_IN_ROOM = M_TILES > 1;    // too many for the registers
+constexpr bool ROWS_IN_ROOM = M_TILES > 1;     // too many for the registers
 constexpr int STEP = M_TILES > 2 ? 32 : TILE;  // keys whose scores are in registers
 constexpr int STEPS = TILE / STEP;
 
@@ -67,8 +67,8 @@ struct Arguments {
     int page_shift;   // log2 of the slots of a page
     int table_width;
     int window;
-    int passes;   // SPLIT = 0: the most pairs of a key-value head
-    float scale;  // times log2 e
+    int passes;       // SPLIT = 0: the most pairs of a key-value head
+    float scale;      // times log2 e
 };
 
 // ---- who does what ----------------------------------------------------------------------------
@@ -234,7 +234,7 @@ __device__ __forceinline__ Walk own_pair(const Arguments& arguments) {
 
 // Of 16 rows, of which a lane has lane / 4 and, where HALVES is 2, lane / 4 + 8.
 struct Sums {
-    float values[8][4];  // as multiply_bf16 leaves them, for 8 columns each
+    float values[8][4];   // as multiply_bf16 leaves them, for 8 columns each
     float base[HALVES];   // weights are 2^(score - base); LIFT below the largest score so far
     float total[HALVES];  // of the lane's weights
 

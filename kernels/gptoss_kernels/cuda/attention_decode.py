@@ -230,7 +230,8 @@ def _room_of(query: Tensor, tile: DecodeTile) -> _Room:
 
 
 def _empty_room(query: Tensor, blocks: int, tile: DecodeTile) -> _Room:
-    pieces = torch.empty(blocks * 2 * tile.piece_bytes // 4, device=query.device)
+    size = blocks * 2 * tile.piece_bytes // 4
+    pieces = torch.empty(size, dtype=torch.float32, device=query.device)
     return pieces, torch.zeros(blocks, dtype=torch.int32, device=query.device)
 
 
