@@ -349,7 +349,7 @@ HEAD = """
 struct Arguments {
     unsigned char* data;
     unsigned char* out;
-    int kind;
+    int kind;  // for the body; negative: it does not even wait for the kernels before
 };
 
 extern "C" __global__ void small(const __grid_constant__ Arguments arguments,
@@ -422,6 +422,20 @@ FAULTS = [
         "if (thread == 0) { barrier_init(shared + 32768, 1); barrier_expect(shared + 32768, 1024); "
         "load_box(shared, &map, shared + 32768, 0, 0); }",
         "ends while a copy into its memory is under way",
+    ),
+    (
+        "if (thread == 0) { barrier_init(shared + 32768, 1); barrier_expect(shared + 32768, 1024); "
+        "load_box(shared, &map, shared + 32768, 0, 0); store_shared(shared + 1020, 0); }",
+        "a store at shared address 0x7fc, while a bulk load into it is under way",
+    ),
+    (
+        "if (thread == 0) { store_box(&map, shared, 0, 0); store_shared(shared + 64, 0); }",
+        "a store at shared address 0x440, while a wgmma or a bulk store reads it",
+    ),
+    (
+        "float sums[4]; const uint32_t a = matrix_descriptor(shared); wgmma_fence(); "
+        "wgmma_e4m3<8>(sums, a, a, 0); if (thread == 9) store_shared(shared + 128, 0);",
+        "thread 9: a store at shared address 0x480, while a wgmma or a bulk store reads it",
     ),
     (
         "if (lane < 9) __syncwarp(); else __shfl_sync(~0u, lane, 0);",

@@ -21,6 +21,8 @@ struct Map {  // as __init__.py packs it
     uint16_t unused[3];
 };
 static_assert(sizeof(Map) == 8 + 8 + 12 + 20 + 40 + 10 + 6, "as __init__.py packs it");
+std::vector<Copy> unawaited;  // stores that are done, which their threads don't know
+
 constexpr uint64_t MAP_MARK = 0x50414D524F534E45;
 
 // Which bytes go where: in units that neither the swizzle nor the matrix's edge cuts.
@@ -70,7 +72,6 @@ Map map_at(unsigned rank, const void* pointer, unsigned address, const char* wha
 void read_content(Copy& copy) {
     for (auto [address, bytes] : copy.pieces) {
         const unsigned char* source = checked_async(*copy.block, address, bytes, 1, "a bulk store");
-        mark_read(*copy.block, address, bytes, false);
         copy.content.insert(copy.content.end(), source, source + bytes);
     }
 }
@@ -92,7 +93,9 @@ void finish(Copy copy) {
             memset(memory, 0, bytes);
         }
     }
-    if (copy.kind == Copy::LOAD) {
+    if (copy.kind == Copy::STORE) {
+        if (!copy.is_awaited) unawaited.push_back(std::move(copy));
+    } else {
         for (auto [address, bytes] : copy.pieces)
             std::fill_n(copy.block->loads.begin() + (address - FIRST_ADDRESS), bytes, false);
         Barrier& barrier = barrier_at(*copy.block, copy.barrier);
@@ -187,12 +190,36 @@ void bulk_commit() { ++self().bulk_group; }
 void bulk_wait_read(unsigned pending) {
     pause();
     const Fiber& fiber = self();
+    auto is_meant = [&](const Copy& copy) {
+        return copy.kind == Copy::STORE && copy.fiber == &fiber && !copy.is_awaited &&
+               copy.group + pending < fiber.bulk_group;
+    };
+    auto release = [](const Copy& copy) {
+        for (auto [address, bytes] : copy.pieces) mark_read(*copy.block, address, bytes, false);
+    };
     for (Copy& copy : copies) {
-        if (copy.fiber != &fiber || copy.kind != Copy::STORE) continue;
-        if (copy.group + pending >= fiber.bulk_group) continue;
+        if (!is_meant(copy)) continue;
         if (copy.content.empty()) read_content(copy);
         copy.is_awaited = true;
+        release(copy);
     }
+    for (size_t i = unawaited.size(); i-- > 0;) {
+        if (!is_meant(unawaited[i])) continue;
+        release(unawaited[i]);
+        unawaited.erase(unawaited.begin() + i);
+    }
+}
+
+bool has_unawaited_stores(const Block& block) {
+    for (const auto* each : {&copies, &unawaited})
+        for (const Copy& copy : *each)
+            if (copy.block == &block && copy.kind == Copy::STORE && !copy.is_awaited) return true;
+    return false;
+}
+
+void forget_copies() {
+    copies.clear();
+    unawaited.clear();
 }
 
 void store_async(unsigned address, unsigned barrier, const void* value, unsigned bytes) {

@@ -310,12 +310,11 @@ void check_ended(Block& block) {
     auto complain = [&](const std::string& what) {
         if (failure.empty()) failure = name(block) + " " + what;
     };
+    if (has_unawaited_stores(block)) complain("ends before its bulk stores were waited for");
     for (size_t i = copies.size(); i-- > 0;) {
         if (copies[i].block != &block) continue;
-        if (copies[i].kind != Copy::STORE)
+        if (copies[i].kind == Copy::LOAD)
             complain("ends while a copy into its memory is under way");
-        else if (!copies[i].is_awaited)
-            complain("ends before its bulk stores were waited for");
         if (failure.empty()) finish_copy(i);
     }
     if (!block.has_waited) complain("never waits for the kernels before this one");
@@ -496,7 +495,7 @@ const char* launch(const void* settings, unsigned cluster_size, void (*function)
     temper.eager = draw() % 3 * 128;
     failure.clear();
     residents.clear();
-    copies.clear();
+    forget_copies();
     static unsigned char signal_stack[64 * 1024];
     stack_t own_stack{signal_stack, 0, sizeof signal_stack}, other_stack;
     sigaltstack(&own_stack, &other_stack);
@@ -516,7 +515,7 @@ const char* launch(const void* settings, unsigned cluster_size, void (*function)
     sigaltstack(&other_stack, nullptr);
     current = nullptr;
     residents.clear();
-    copies.clear();
+    forget_copies();
     return failure.empty() ? nullptr : failure.c_str();
 }
 

@@ -205,6 +205,8 @@ Barrier& barrier_at(Block& block, unsigned address);
 void add_bytes(Barrier& barrier, unsigned address, int64_t bytes);
 // One of `copies`, which is then gone.
 void finish_copy(size_t index);
+bool has_unawaited_stores(const Block& block);
+void forget_copies();
 
 // ---- addresses of shared memory ----------------------------------------------------------------
 

@@ -108,8 +108,8 @@ constexpr unsigned K_BYTES = 32;  // of both operands in one instruction
 unsigned element_bytes(Type type) { return type == Type::E4M3 || type == Type::E5M2 ? 1 : 2; }
 
 // Where a matrix lies as the tensor cores find it, in units of 16 bytes: of one row, or where it is
-// transposed of 8 rows at one k. 8 units lie together, or what the swizzle has in 8 rows; `lead` and
-// `stride` lead to the next ones, and the swizzle acts on the bits of the address.
+// transposed of 8 rows at one k. 8 units lie together, or what the swizzle has in 8 rows; `lead`
+// and `stride` lead to the next ones, and the swizzle acts on the bits of the address.
 void find_units(Matrix& matrix, Type type) {
     static const unsigned SWIZZLES[] = {16, 128, 64, 32};
     const uint64_t descriptor = matrix.descriptor;
