@@ -6,6 +6,7 @@ small kernels of their own.
 
 import ctypes
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import accumulate
 from pathlib import Path
 from typing import Literal
@@ -343,6 +344,10 @@ class Arguments(ctypes.Structure):
     _fields_ = (("data", ctypes.c_void_p), ("out", ctypes.c_void_p), ("kind", ctypes.c_int))
 
 
+# What the emulator is held to, an H200 must be held to as well.
+MACHINES = pytest.mark.parametrize(
+    "machine", ["emulator", pytest.param("gpu", marks=pytest.mark.gpu)]
+)
 SHARED_BYTES = 65_536
 MMA = (Path(compiler.__file__).parent / "mma.cuh").read_text()
 HEAD = """
@@ -375,15 +380,19 @@ def run(
     box: tuple[int, ...] = (),
     swizzle: int = 0,
     seconds: int = 60,
+    machine: str = "emulator",
 ) -> None:
     """A kernel `small` with this body; `map` is one of `data`, where there is a box."""
     generated = MMA + functions + HEAD + body + "}\n"
     spec = KernelSpec("small", (), generated=generated, shared_bytes=SHARED_BYTES)
-    with emulated(seed, seconds=seconds):
-        tensor_map = runtime.tensor_map(data, box, swizzle) if box else runtime.TensorMap()
-        arguments = Arguments(data.data_ptr(), out.data_ptr(), kind)
-        kernel = runtime.load(spec, 0)
-        runtime.Launch(kernel, grid, threads, (arguments, tensor_map))(0)
+    is_gpu = machine == "gpu"
+    given, result = (data.cuda(), out.cuda()) if is_gpu else (data, out)
+    with nullcontext() if is_gpu else emulated(seed, seconds=seconds):
+        tensor_map = runtime.tensor_map(given, box, swizzle) if box else runtime.TensorMap()
+        arguments = Arguments(given.data_ptr(), result.data_ptr(), kind)
+        launch = runtime.Launch(runtime.load(spec, 0), grid, threads, (arguments, tensor_map))
+        launch(torch.cuda.current_stream().cuda_stream if is_gpu else 0)
+    out.copy_(result)
 
 
 FAULTS = [
@@ -522,7 +531,10 @@ def swizzled(rows: Tensor, span: int) -> Tensor:
 @pytest.mark.parametrize("span", [16, 32, 64, 128])
 @pytest.mark.parametrize("a_in_registers", [False, True])
 @pytest.mark.parametrize("transposes_b", [False, True])
-def test_products_of_a_warpgroup(transposes_b: bool, a_in_registers: bool, span: int) -> None:
+@MACHINES
+def test_products_of_a_warpgroup(
+    machine: str, transposes_b: bool, a_in_registers: bool, span: int
+) -> None:
     """[64, 64] @ [64, 128], the second one along K or with adjacent columns."""
     a, b = normal(64, 64).bfloat16(), normal(64, 128).bfloat16()
     data = torch.zeros(3, 16_384, dtype=torch.uint8)
@@ -566,17 +578,19 @@ def test_products_of_a_warpgroup(transposes_b: bool, a_in_registers: bool, span:
     }}
     wgmma_commit();
     wgmma_wait<0>();
+    fence_registers(sums);
     for (int i = 0; i < 64; ++i)
         floats[(row + i / 2 % 2 * 8) * 128 + i / 4 * 8 + lane % 4 * 2 + i % 2] = sums[i];
     """
     for seed in range(2):
         out = torch.full((64, 128), torch.nan)
-        run(body, data, out, functions=source, seed=seed)
+        run(body, data, out, functions=source, seed=seed, machine=machine)
         assert norm_error(out, a.double() @ b.double()) < 1e-6
 
 
 @pytest.mark.parametrize("kind", ["f16", "bf16"])
-def test_products_of_a_warp(kind: str) -> None:
+@MACHINES
+def test_products_of_a_warp(machine: str, kind: str) -> None:
     """[16, 16] @ [16, 8] from matrices in shared memory, the second one transposed on its way."""
     dtype = {"f16": torch.float16, "bf16": torch.bfloat16}[kind]
     a, b = normal(16, 16).to(dtype), normal(16, 8).to(dtype)
@@ -594,13 +608,14 @@ def test_products_of_a_warp(kind: str) -> None:
     for (int i = 0; i < 4; ++i)
         floats[(lane / 4 + i / 2 * 8) * 8 + lane % 4 * 2 + i % 2] = sums[i];
     """
-    run(body, data, out, threads=32)
+    run(body, data, out, threads=32, machine=machine)
     assert norm_error(out, a.double() @ b.double()) < 1e-6
 
 
 @pytest.mark.parametrize("swizzle", [0, 32, 64, 128])
 @pytest.mark.parametrize("place", [(0, 0, 0), (-5, 1, -1), (60, -2, 1)], ids=str)
-def test_boxes(place: tuple[int, int, int], swizzle: int) -> None:
+@MACHINES
+def test_boxes(machine: str, place: tuple[int, int, int], swizzle: int) -> None:
     """Of three dimensions, over every edge: what lies beyond reads as zero."""
     data = normal(3, 7, 72).bfloat16()
     columns = swizzle // 2 or 40
@@ -624,7 +639,7 @@ def test_boxes(place: tuple[int, int, int], swizzle: int) -> None:
     """
     for seed in range(3):
         out = torch.full((image.numel(),), 0x77, dtype=torch.uint8)
-        run(body, data, out, box=box, swizzle=swizzle, seed=seed)
+        run(body, data, out, box=box, swizzle=swizzle, seed=seed, machine=machine)
         assert torch.equal(out, image)
 
 
@@ -657,7 +672,8 @@ def test_what_a_stored_box_covers_beyond_the_matrix_is_not_written() -> None:
         ),
     ],
 )
-def test_every_rounding_is_torchs(instruction: str, dtype: torch.dtype) -> None:
+@MACHINES
+def test_every_rounding_is_torchs(machine: str, instruction: str, dtype: torch.dtype) -> None:
     """All bf16, and fp32 between and beside those; e4m3 saturates."""
     bits = torch.arange(0x10000, dtype=torch.int32) << 16
     values = torch.cat([bits, bits + 0x8000, bits + 0x7FFF, bits + 1, bits + 0x1234])
@@ -675,13 +691,14 @@ def test_every_rounding_is_torchs(instruction: str, dtype: torch.dtype) -> None:
             : "f"(pair[1]), "f"(pair[0]));
     }}
     """
-    run(body, data, words)
+    run(body, data, words, machine=machine)
     size = expected.element_size()
     ours = words.view(torch.uint8).view(-1, 4)[:, : 2 * size].flatten()
     assert torch.equal(ours, expected.view(torch.uint8).flatten())
 
 
-def test_lanes_of_a_warp_tell_each_other() -> None:
+@MACHINES
+def test_lanes_of_a_warp_tell_each_other(machine: str) -> None:
     out = torch.full((8, 32), -1, dtype=torch.int32)
     body = """
     int* const results = reinterpret_cast<int*>(arguments.out) + lane;
@@ -695,7 +712,7 @@ def test_lanes_of_a_warp_tell_each_other() -> None:
     results[192] = __reduce_add_sync(~0u, own);
     results[224] = lane < 16 ? __reduce_add_sync(0xFFFFu, own) : __any_sync(0xFFFF0000u, lane == 3);
     """
-    run(body, out, out, threads=32)
+    run(body, out, out, threads=32, machine=machine)
     lane = torch.arange(32)
     own = lane**2
     ballot = sum(1 << i for i in range(0, 32, 3))
