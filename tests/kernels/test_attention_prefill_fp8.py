@@ -55,7 +55,7 @@ TILES = (
 
 
 def fp8_case(sequences: list[tuple[int, int]] = SEQUENCES, **arguments: Any) -> Case:
-    return make_case(sequences, **{"heads": (16, 2), "dtype": E4M3} | arguments)
+    return make_case(sequences, **{"heads": (8, 1), "dtype": E4M3} | arguments)
 
 
 def run(case: Case, tile: PrefillTile | None = None) -> Tensor:
@@ -85,7 +85,7 @@ def check(case: Case, out: Tensor, bounds: Errors = BF16_BOUNDS) -> None:
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_error_is_that_of_rounding_the_result(window: int | None, seed: int) -> None:
-    case = fp8_case(window=window, seed=seed)
+    case = fp8_case(heads=(16, 2), window=window, seed=seed)
     with emulated(seed=seed):
         check(case, run(case))
 
@@ -100,9 +100,9 @@ def test_each_way_through_the_kernel(tile: PrefillFp8Tile) -> None:
 def test_where_no_maximum_is_looked_for_sums_that_are_too_large_are_seen() -> None:
     """Scores of up to 2^6, in blocks of keys further and further from the first one."""
     case = fp8_case([(700, 100), (520, 300)], scores="sharp")
-    expected, tile = exact(case), PrefillFp8Tile(is_optimistic=True)
+    expected, tile = exact(case), PrefillFp8Tile(is_optimistic=True, waits_late=True)
     never = instead("!(added < MAXIMUM_SUM)", "added != added")
-    wrong = instead("^ lane % 8 / 2) * 16", ") * 16")
+    wrong = instead("^ k % 2 * 32)", "^ k % 3 * 32)")
     with emulated():
         check(case, run(case, tile), FP8_BOUNDS)
     for change in (never, wrong):
@@ -141,7 +141,7 @@ def test_a_query_that_is_e4m3_is_whole_in_one_term() -> None:
 def test_each_row_has_its_own_scale() -> None:
     """Neighbours 2^15 apart, and a row of zeros, which sees all keys alike."""
     case = fp8_case(scale=1.0)
-    exponents = torch.tensor([-13, 2, -30, 1, -3, 0, -6, -1]).repeat(2)[None, :, None]
+    exponents = torch.tensor([-13, 2, -30, 1, -3, 0, -6, -1])[None, :, None]
     query = case.query.float() * 2.0 ** (exponents - 2.0)
     query[:, 5] = 0
     case = replace(case, query=query.bfloat16())
@@ -163,7 +163,7 @@ def test_a_nan_stays_in_its_row() -> None:
 
 def test_without_scales_they_are_one() -> None:
     case = fp8_case()
-    ones = torch.ones_like(case.sinks[:2])
+    ones = torch.ones_like(case.sinks[:1])
     query = case.query * 0.05
     with emulated():
         expected = run(replace(case, query=query, key_scale=ones, value_scale=ones))
@@ -205,13 +205,10 @@ def instead(old: str, new: str) -> Callable[[str], str]:
 
 WRONG = {
     "the scale of the neighbouring row": instead("(lane / 4 + r * 8) * 2)", "(lane / 4 ^ 1) * 2)"),
-    "no scale of keys": instead("* tile.key_scale;", ";"),
-    "no scale of values": instead("*= tile.value_scale;", "*= 1;"),
     "scales exchanged": instead(
         "arguments.key_scales[tile.head]", "arguments.value_scales[tile.head]"
     ),
     "what the first term lacks is left out": instead("query + 2 * k,", "query + 2 * (k % 2),"),
-    "halves of keys exchanged": instead("key + 2 * (k % 2)", "key + 2 * (1 - k % 2)"),
     "values of nobody": instead("rows + row < min(end, BLOCK_N)", "rows + row < BLOCK_N"),
     "the last value not widened": instead("rows + row < min(end,", "rows + row + 1 < min(end,"),
     "halves of values exchanged": instead("(to ^ 16) + rows", "to + rows"),

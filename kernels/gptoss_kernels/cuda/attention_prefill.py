@@ -222,7 +222,9 @@ _FULL_TILE = PrefillTile()
 _WINDOW_TILE = PrefillTile(block=96, stages=6, query_slots=3, turns=0, has_window=True, box_rows=32)
 
 _FULL_FP8_TILE = PrefillFp8Tile()
-_WINDOW_FP8_TILE = PrefillFp8Tile(block=64, stages=8, wide_stages=6, turns=0, has_window=True)
+_WINDOW_FP8_TILE = PrefillFp8Tile(
+    block=96, stages=6, query_slots=3, turns=0, has_window=True, box_rows=32
+)
 
 
 def choose_tile(dtype: torch.dtype, *, has_window: bool) -> PrefillTile:
