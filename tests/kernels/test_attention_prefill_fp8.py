@@ -149,10 +149,11 @@ def test_each_row_has_its_own_scale() -> None:
         check(case, run(case), FP8_BOUNDS)
 
 
-def test_a_nan_stays_in_its_row() -> None:
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_makes_a_row_nan_and_no_other(value: float) -> None:
     case = fp8_case()
     query = case.query.clone()
-    query[3, 5, 7] = torch.nan
+    query[3, 5, 7] = value
     with emulated():
         expected = run(case).view(query.shape)
         out = run(replace(case, query=query)).view(query.shape)

@@ -20,8 +20,9 @@
 
 static_assert(CACHE_BYTES == 1);
 
-constexpr float SMALLEST_SCALE = 1e-37f;     // 0 * -inf is NaN
-constexpr float SMALLEST_QUERY = 0x1p-100f;  // whose inverse, and whose scale, are floats
+constexpr float SMALLEST_SCALE = 1e-37f;  // 0 * -inf is NaN
+// Of a row's largest: two bf16 of 2^-100, less than which is taken for that.
+constexpr uint32_t SMALLEST_QUERY = 0x0D800D80;
 
 // ---- three warps that widen ------------------------------------------------------------------
 
@@ -122,24 +123,28 @@ __device__ __forceinline__ void Math::prepare_queries() {
 #pragma unroll
         for (int j = 0; j < 4; ++j) pairs[4 * i + j] = words[j];
     }
-    float largest = 0;
+    // Without their signs, bf16 are in the order of their bits, inf and NaN above all others.
+    uint32_t largest = SMALLEST_QUERY;
 #pragma unroll
-    for (int i = 0; i < 16; ++i)
-        largest = fmaxf(largest, fmaxf(fabsf(low_bf16(pairs[i])), fabsf(high_bf16(pairs[i]))));
-    largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, 1));
-    // The power of two that takes it to at most 448 = 1.75 * 2^8, as bits of a float.
-    constexpr uint32_t ABOVE_448 = (1 << 23) - 1 - (3 << 21);
-    const uint32_t bits = __float_as_uint(fmaxf(largest, SMALLEST_QUERY)) + ABOVE_448;
-    const uint32_t scale_bits = (bits & 0xFF800000) - (8 << 23);
-    const float inverse = __uint_as_float((254 << 23) - scale_bits);
+    for (int i = 0; i < 16; ++i) largest = max_pair(largest, pairs[i] & 0x7FFF7FFF);
+    largest = max_pair(largest, __shfl_xor_sync(ALL_LANES, largest, 1));
+    largest = max(largest & 0xFFFF, largest >> 16);
+    // The power of two that takes it to at most 448 = 1.75 * 2^8, as the bits of a bf16.
+    const uint32_t scale_bits = ((largest + 0x1F) & 0xFF80) - (8 << 7);
+    const bool is_finite = largest < 0x7F80;
+    // fp16 has 15 as exponent of 1 where bf16 has 127, and three bits more behind it.
+    const uint32_t lowest = (scale_bits - (15 << 7)) * 0x10001;
+    const uint32_t offset = computed_here(lowest * 8);  // or it is two instructions each time
     uint32_t nearest[8], rest[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         uint32_t halves[2], rounded[2];
 #pragma unroll
-        for (int j = 0; j < 2; ++j)
-            halves[j] = pack_f16(low_bf16(pairs[2 * i + j]) * inverse,
-                                 high_bf16(pairs[2 * i + j]) * inverse);
+        for (int j = 0; j < 2; ++j) {
+            const uint32_t pair = pairs[2 * i + j];
+            const uint32_t at_least_lowest = max_pair(pair & 0x7FFF7FFF, lowest);
+            halves[j] = (at_least_lowest * 8 - offset) | (pair & 0x80008000);
+        }
         nearest[i] = pack_e4m3(halves[0], halves[1]);
         to_halves(nearest[i], rounded[0], rounded[1]);
         rest[i] = pack_e4m3(subtract_halves(halves[0], rounded[0]),
@@ -158,8 +163,9 @@ __device__ __forceinline__ void Math::prepare_queries() {
     const float of_keys = arguments.scale * tile.key_scale;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const uint32_t bits = __shfl_sync(ALL_LANES, scale_bits, (lane / 4 + r * 8) * 2);
-        scale[r] = max_nan(__uint_as_float(bits) * of_keys, SMALLEST_SCALE);
+        const uint32_t bits = __shfl_sync(ALL_LANES, is_finite ? scale_bits : 0x7FFF,
+                                          (lane / 4 + r * 8) * 2);
+        scale[r] = max_nan(__uint_as_float(bits << 16) * of_keys, SMALLEST_SCALE);
     }
     tile.value_scale *= WIDENS_BY_SHIFTS ? 256 : 1;
     named_sync(GROUP_BARRIER + group, 128);

@@ -286,6 +286,13 @@ __device__ __forceinline__ float logistic2(float x) {
     return result;
 }
 
+// Of two numbers of 16 bits without sign.
+__device__ __forceinline__ uint32_t max_pair(uint32_t a, uint32_t b) {
+    uint32_t result;
+    asm("max.u16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+    return result;
+}
+
 // Four values, the first in the lowest byte; ties to even.
 __device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d) {
     uint32_t packed;

@@ -67,12 +67,6 @@ struct Row {
     }
 };
 
-__device__ __forceinline__ uint32_t max_pair(uint32_t a, uint32_t b) {
-    uint32_t result;
-    asm("max.u16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
-    return result;
-}
-
 // A row quantised by groups of WIDTH columns: WIDTH / 8 adjacent lanes hold one.
 template <int WIDTH>
 struct Quantised {
