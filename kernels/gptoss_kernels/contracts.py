@@ -356,11 +356,7 @@ def check_attention_inputs(
     check_type("sinks", sinks, torch.float32, query, "query")
     check_shape("sinks", sinks, (num_heads,))
     check_contiguous("sinks", sinks)
-    if page_tables.dim() != 2 or len(page_tables) > MAXIMUM_SEQUENCES:
-        raise ValueError(
-            f"page_tables must be [B, P], B at most {MAXIMUM_SEQUENCES}, got "
-            f"{list(page_tables.shape)}"
-        )
+    check_page_tables(page_tables)
     num_sequences = len(page_tables)
     for name, tensor, shape in (
         ("query_start", query_start, (num_sequences + 1,)),
@@ -372,6 +368,20 @@ def check_attention_inputs(
         check_contiguous(name, tensor)
     if window is not None and not 1 <= window < 2**31:
         raise ValueError(f"window must be 1 to 2^31 - 1, got {window}")
+
+
+def check_page_tables(page_tables: Tensor) -> None:
+    if page_tables.dim() != 2 or len(page_tables) > MAXIMUM_SEQUENCES:
+        raise ValueError(
+            f"page_tables must be [B, P], B at most {MAXIMUM_SEQUENCES}, got "
+            f"{list(page_tables.shape)}"
+        )
+
+
+def check_score_scale(scale: float) -> None:
+    """Of attention's kernels: the largest score is then that of the largest product."""
+    if not scale > 0:
+        raise ValueError(f"scale must be above 0, got {scale}")
 
 
 def check_caches(

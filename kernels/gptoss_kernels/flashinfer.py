@@ -95,7 +95,7 @@ def attention(
     value_scale: Tensor | None = None,
     decodes: Decodes = NO_DECODES,
 ) -> Tensor:
-    """reference.attention, bf16 in and out; D = 64, page_size at most 128
+    """reference.attention, bf16 in and out; D = 64, page_size at most 128, scale above 0
 
     Raises ValueError on other tensors, and FlashInferError where the library is missing.
     """
@@ -113,6 +113,7 @@ def attention(
         key_scale,
         value_scale,
     )
+    contracts.check_score_scale(scale)
     contracts.check_decodes(decodes, len(query), len(seq_lens))
     _, num_kv_heads, page_size, _ = key_cache.shape
     if page_size > LARGEST_PAGE:

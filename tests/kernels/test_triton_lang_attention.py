@@ -296,6 +296,14 @@ def test_a_bad_output_is_refused() -> None:
             case.run(functools.partial(attention, out=out))
 
 
+@runs
+def test_a_scale_that_hides_the_largest_score_is_refused() -> None:
+    case = make_case([(3, 3)], heads=(8, 1), device=DEVICE)
+    for scale in (0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match=f"scale must be above 0, got {scale}"):
+            replace(case, scale=scale).run(attention)
+
+
 def attend_without_memory(dtype: torch.dtype, window: int | None, max_queries: int) -> None:
     """At the served shape; with max_queries = 0, a prefill."""
     count = 4 * max_queries or 4096

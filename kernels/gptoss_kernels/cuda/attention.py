@@ -34,20 +34,24 @@ def attention(
     """reference.attention, bf16 in and out; D = 64
 
     out: [T, N * D] bf16 to write into instead of a new tensor.
-    ValueError names what is wrong with a tensor, before anything is launched.
+    ValueError names what is wrong with a tensor, before anything is launched; runtime.CudaError
+    says that there is no Hopper GPU. What two streams may not share: see both kernels.
     """
     contracts.check_gpu(query, "query")
-    # The kernels get slices of these, and check all else.
+    # The kernels get slices of these, and check the rest. A slice may be right where all is not.
+    contracts.check_page_tables(page_tables)
     num_tokens, num_sequences = len(query), len(page_tables)
     contracts.check_shape("query_start", query_start, (num_sequences + 1,))
     contracts.check_shape("seq_lens", seq_lens, (num_sequences,))
+    contracts.check_contiguous("query_start", query_start)
+    contracts.check_contiguous("seq_lens", seq_lens)
+    contracts.check_contiguous("page_tables", page_tables)
     contracts.check_decodes(decodes, num_tokens, num_sequences)
     if out is None:
         shape = (num_tokens, query.shape[1:].numel())
         out = torch.empty(shape, dtype=query.dtype, device=query.device)
     if not num_tokens:
         return out
-    scales = {"key_scale": key_scale, "value_scale": value_scale}
     split = decodes.num_sequences
     if split:
         attention_decode(
@@ -56,7 +60,8 @@ def attention(
             max_queries=decodes.max_queries,
             scale=scale,
             window=window,
-            **scales,
+            key_scale=key_scale,
+            value_scale=value_scale,
         )
     if split < num_sequences:
         attention_prefill(
@@ -64,6 +69,7 @@ def attention(
             *(query_start[split:], seq_lens[split:], page_tables[split:], out),
             scale=scale,
             window=window,
-            **scales,
+            key_scale=key_scale,
+            value_scale=value_scale,
         )
     return out

@@ -216,20 +216,21 @@ def _room_of(query: Tensor, tile: DecodeTile) -> _Room:
     """
     device = query.get_device()
     capture = runtime.capture_id(device)
-    blocks = _most_blocks(device, tile)
-    key = (device, torch._C._cuda_getCurrentRawStream(device), blocks, tile.piece_bytes)
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    key = (device, stream, tile.blocks * tile.waves, tile.piece_bytes)
     if capture:
         last, room = _captured_rooms.get(key, (0, None))
         if last != capture or room is None:
-            room = _empty_room(query, blocks, tile)
+            room = _empty_room(query, tile)
             _captured_rooms[key] = (capture, room)
         return room
     if key not in _rooms:
-        _rooms[key] = _empty_room(query, blocks, tile)
+        _rooms[key] = _empty_room(query, tile)
     return _rooms[key]
 
 
-def _empty_room(query: Tensor, blocks: int, tile: DecodeTile) -> _Room:
+def _empty_room(query: Tensor, tile: DecodeTile) -> _Room:
+    blocks = _most_blocks(query.get_device(), tile)
     size = blocks * 2 * tile.piece_bytes // 4
     pieces = torch.empty(size, dtype=torch.float32, device=query.device)
     return pieces, torch.zeros(blocks, dtype=torch.int32, device=query.device)
@@ -270,19 +271,16 @@ def prepare(
     key_scale: Tensor | None,
     value_scale: Tensor | None,
     tile: DecodeTile,
-    split: tuple[Tensor, Tensor] | tuple[None, None],
+    split: _Room | tuple[None, None],
 ) -> runtime.Launch:
     """Check, and pack a launch for any values of query_start, seq_lens and page_tables."""
     inputs = (query, key_cache, value_cache, sinks, query_start, seq_lens, page_tables)
     contracts.check_attention_inputs(*inputs, window, key_scale, value_scale)
     num_tokens, num_heads, _ = query.shape
-    num_pages, num_kv_heads, page_size, _ = key_cache.shape
+    num_kv_heads, page_size = key_cache.shape[1:3]
     contracts.check_output("out", out, torch.bfloat16, (num_tokens, num_heads * HEAD_DIM), query)
     contracts.check_contiguous("out", out)
-    if not scale > 0:
-        raise ValueError(f"scale must be above 0, got {scale}")
-    if num_pages * num_kv_heads * page_size >= 2**31:
-        raise ValueError(f"P KV page_size must be below 2^31, got {list(key_cache.shape[:3])}")
+    contracts.check_score_scale(scale)
     if tile.is_fp8 != (key_cache.dtype == E4M3) or page_size % tile.box:
         raise ValueError(f"{tile} is not for {key_cache.dtype} in pages of {page_size}")
 

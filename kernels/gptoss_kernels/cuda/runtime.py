@@ -31,6 +31,7 @@ __all__ = [
     "KernelSpec",
     "Launch",
     "TensorMap",
+    "capture_id",
     "compile_source",
     "kernel_source",
     "launch",

@@ -31,13 +31,15 @@ def attention(
 ) -> Tensor:
     """reference.attention in bf16 [T, N * D], D = 64, written to `out` if it is given.
 
-    Raises ValueError on anything that contracts.check_attention_inputs refuses, before anything is
-    launched. tile, split: how prefills and decodes are computed, instead of by the shapes.
+    `scale` above 0. Raises ValueError on anything that contracts.check_attention_inputs refuses,
+    before anything is launched. tile, split: how prefills and decodes are computed, instead of by
+    the shapes.
     """
     contracts.check_attention_inputs(
         *(query, key_cache, value_cache, sinks, query_start, seq_lens, page_tables, window),
         *(key_scale, value_scale),
     )
+    contracts.check_score_scale(scale)
     num_tokens, num_sequences = len(query), len(seq_lens)
     contracts.check_decodes(decodes, num_tokens, num_sequences)
     shape = num_tokens, query.shape[1] * query.shape[2]
