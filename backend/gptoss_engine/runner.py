@@ -3,7 +3,6 @@
 import logging
 import time
 from itertools import accumulate
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -135,13 +134,15 @@ def load_runner(config: EngineConfig) -> Runner:
     load_operators(config, device, dtype)  # refused before minutes of loading weights
     source = open_source(config)
     mode = choose_weight_mode(config, source)
-    pages = PageCounts.derive(config, source.config, choose_cache_dtype(config, dtype))
+    cache_dtype = choose_cache_dtype(config, dtype)
+    pages = PageCounts.derive(config, source.config, cache_dtype)
     weights = load_weights(source, mode, dtype, device)
     runner = Runner(source.config, weights, config, pages.full, pages.window)
     log.info(
-        "loaded %s on %s, weights %s, all else %s, in %.1f s: %d pages for full layers, %d for "
-        "window layers",
-        *(source.label, device, mode, str(dtype).removeprefix("torch.")),
+        "loaded %s on %s, weights %s, KV cache %s, all else %s, in %.1f s: %d pages for full "
+        "layers, %d for window layers",
+        *(source.label, device, mode),
+        *(str(each).removeprefix("torch.") for each in (cache_dtype, dtype)),
         *(time.monotonic() - started, pages.full, pages.window),
     )
     return runner
@@ -183,14 +184,23 @@ def choose_gemm(config: EngineConfig, device: torch.device, dtype: torch.dtype) 
     if config.gemm == "auto":
         is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
         return "cuda" if is_hopper and dtype == torch.bfloat16 else "reference"
-    return _check_kernels("gemm", config.gemm, "auto or reference", device, dtype)
+    _check_kernels("gemm", config.gemm, "auto or reference", device, dtype)
+    return config.gemm
 
 
 def choose_attention(
     config: EngineConfig, device: torch.device, dtype: torch.dtype
 ) -> operators.Attention:
-    """As configured, if its kernels run there."""
-    return _check_kernels("attention", config.attention, "reference", device, dtype)
+    """As configured, if its kernels run there, and take pages of that size."""
+    name = config.attention
+    _check_kernels("attention", name, "reference", device, dtype)
+    sizes = operators.PAGE_SIZES.get(name)
+    if sizes and config.page_size not in sizes:
+        raise InvalidConfig(
+            f"page_size must be one of {', '.join(map(str, sizes))} with attention {name}, "
+            f"got {config.page_size}"
+        )
+    return name
 
 
 def choose_cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
@@ -198,13 +208,10 @@ def choose_cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
     return torch.float8_e4m3fn if config.kv_cache == "fp8" else dtype
 
 
-Name = TypeVar("Name", bound=str)
-
-
 def _check_kernels(
-    key: str, name: Name, elsewhere: str, device: torch.device, dtype: torch.dtype
-) -> Name:
-    """`name`, or InvalidConfig where a GPU or bf16 is missing that all but the reference need."""
+    key: str, name: str, elsewhere: str, device: torch.device, dtype: torch.dtype
+) -> None:
+    """InvalidConfig where a GPU or bf16 is missing that all but the reference need."""
     if name != "reference":
         if device.type != "cuda":
             raise InvalidConfig(
@@ -213,7 +220,6 @@ def _check_kernels(
         if dtype != torch.bfloat16:
             found = str(dtype).removeprefix("torch.")
             raise InvalidConfig(f"{key} {name} needs dtype bfloat16, got {found}")
-    return name
 
 
 def load_operators(

@@ -20,6 +20,7 @@ MAXIMUM_CHOICES = 2**30  # kernels count them, and some beyond the last, with 31
 
 HEAD_DIM = 64  # of attention's kernels
 PAGE_SIZES = (16, 32, 64, 128, 256)
+FLASHINFER_PAGE_SIZES = PAGE_SIZES[:-1]  # which its XQA has
 GROUPS_OF_HEADS = (1, 2, 4, 8, 16)  # query heads that share a key-value head
 CACHE_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
 MAXIMUM_SEQUENCES = 4096

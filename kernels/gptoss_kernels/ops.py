@@ -11,7 +11,7 @@ from typing import Literal, Protocol, get_args
 
 from torch import Tensor
 
-from gptoss_kernels import reference
+from gptoss_kernels import contracts, reference
 from gptoss_kernels.contracts import (
     MAXIMUM_DECODE_QUERIES,
     NO_DECODES,
@@ -26,6 +26,12 @@ Gemm = Literal["cuda", "triton", "deepgemm", "reference"]
 GEMMS = get_args(Gemm)
 Attention = Literal["cuda", "triton", "flashinfer", "reference"]
 ATTENTIONS = get_args(Attention)
+# Of caches, as kernels take them. The reference takes any.
+PAGE_SIZES: dict[Attention, tuple[int, ...]] = {
+    "cuda": contracts.PAGE_SIZES,
+    "triton": contracts.PAGE_SIZES,
+    "flashinfer": contracts.FLASHINFER_PAGE_SIZES,
+}
 _MODULES = {
     "cuda": "gptoss_kernels.cuda.operators",
     "triton": "gptoss_kernels.triton_lang.operators",
@@ -37,6 +43,7 @@ __all__ = [
     "ATTENTIONS",
     "GEMMS",
     "MAXIMUM_DECODE_QUERIES",
+    "PAGE_SIZES",
     "Attention",
     "AttentionOperators",
     "Decodes",

@@ -19,7 +19,13 @@ from gptoss_engine.config import EngineConfig, InvalidConfig
 from gptoss_engine.engine import Engine
 from gptoss_engine.loading import load_weights
 from gptoss_engine.model_config import InvalidCheckpoint
-from gptoss_engine.runner import Runner, choose_gemm, load_operators, load_runner
+from gptoss_engine.runner import (
+    Runner,
+    choose_attention,
+    choose_gemm,
+    load_operators,
+    load_runner,
+)
 from gptoss_engine.sequence import ScheduledItem, Sequence
 from gptoss_engine.types import GenerationRequest, SamplingParams
 from gptoss_kernels.composed import ComposedOperators
@@ -385,6 +391,28 @@ def test_kernels_for_gpus_are_refused_where_they_cannot_run(
             InvalidConfig, match=f"attention must be reference on a cpu, got {attention}: its"
         ):
             tiny_runner(tiny_checkpoint.original, attention=attention)
+
+
+@pytest.mark.parametrize(
+    ("attention", "page_size", "sizes"),
+    [
+        ("cuda", 8, "16, 32, 64, 128, 256"),
+        ("triton", 48, "16, 32, 64, 128, 256"),
+        ("flashinfer", 256, "16, 32, 64, 128"),
+    ],
+)
+def test_pages_that_attention_does_not_take_are_refused_at_once(
+    attention: str, page_size: int, sizes: str
+):
+    config = EngineConfig.from_mapping({"attention": attention, "page_size": page_size})
+    sentence = f"page_size must be one of {sizes} with attention {attention}, got {page_size}"
+    with pytest.raises(InvalidConfig, match=sentence):
+        choose_attention(config, torch.device("cuda"), torch.bfloat16)
+
+
+def test_pages_of_any_size_are_for_the_reference():
+    config = EngineConfig(page_size=48)
+    assert choose_attention(config, torch.device("cpu"), torch.float32) == "reference"
 
 
 def test_operators_whose_packages_are_missing_say_what_to_install(monkeypatch: pytest.MonkeyPatch):
