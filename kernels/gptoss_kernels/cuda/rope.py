@@ -71,7 +71,8 @@ def rope_and_cache_write(
         num_heads = qkv.shape[1] // HEAD_DIM - 2 * key_cache.shape[1]
         out = qkv.new_empty(qkv.shape[0], max(num_heads, 0), HEAD_DIM)
     if qkv.shape[0] == 0:
-        _check(*given, key_scale, value_scale, out)
+        contracts.check_rope_inputs(*given, key_scale, value_scale, out)
+        contracts.check_gpu(qkv, "qkv")
         return out
     scales = [scale for scale in (key_scale, value_scale) if scale is not None]
     runtime.launch(
@@ -118,11 +119,6 @@ class _Arguments(ctypes.Structure):
     )
 
 
-def _check(qkv: Tensor, *others: Tensor | None) -> None:
-    contracts.check_rope_inputs(qkv, *others)  # pyright: ignore[reportArgumentType]
-    contracts.check_gpu(qkv, "qkv")
-
-
 def _prepare(
     qkv: Tensor,
     positions: Tensor,
@@ -135,9 +131,9 @@ def _prepare(
     out: Tensor,
     layout: RopeLayout | None,
 ) -> runtime.Launch:
-    tensors = (qkv, positions, rope_table, key_cache, value_cache, slot_mapping)
-    tensors = (*tensors, key_scale, value_scale, out)
-    _check(*tensors)
+    given = (qkv, positions, rope_table, key_cache, value_cache, slot_mapping)
+    contracts.check_rope_inputs(*given, key_scale, value_scale, out)
+    contracts.check_gpu(qkv, "qkv")
     num_tokens, num_heads, _ = out.shape
     num_pages, num_kv_heads, page_size, _ = key_cache.shape
     layout = layout or choose_layout(num_tokens)
@@ -148,7 +144,12 @@ def _prepare(
         threads=layout.threads,
         arguments=(
             _Arguments(
-                *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
+                *(tensor.data_ptr() for tensor in given),
+                *(
+                    None if scale is None else scale.data_ptr()
+                    for scale in (key_scale, value_scale)
+                ),
+                out.data_ptr(),
                 *(num_tokens, num_heads, num_kv_heads, page_size.bit_length() - 1),
                 *(rope_table.shape[0], num_pages * page_size),
             ),

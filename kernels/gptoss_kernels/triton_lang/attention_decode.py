@@ -1,10 +1,11 @@
-"""Attention of at most 8 queries a sequence: 4 D L KV bytes in bf16, each once.
+"""Attention of at most 8 queries a sequence over the paged cache.
 
-Bound by memory. Without a window the tiles of keys of all sequences are dealt out in equal shares,
-of one sequence each, so that long and short ones share the machine evenly: each program finds its
-share from the lengths, which the device alone knows, and its sums go to memory in fp32. A second
-kernel adds up a sequence's shares, and the sink. So what is launched depends on the most that there
-may be, and a CUDA graph serves all lengths. With a window a sequence's tiles are few: one pass.
+Bound by reading keys and values: 4 KV D bytes a token in bf16, half in e4m3, each once. Without a
+window the tiles of keys of all sequences are dealt out in equal shares, of one sequence each, so
+that long and short ones share the machine evenly: each program finds its share from the lengths,
+which the device alone knows, and its sums go to memory in fp32. A second kernel adds up a
+sequence's shares, and the sink. So what is launched depends on the most that there may be, and a
+CUDA graph serves all lengths. With a window a sequence's tiles are few: one pass.
 """
 
 from __future__ import annotations
