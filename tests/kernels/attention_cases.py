@@ -18,11 +18,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from gptoss_kernels.contracts import MAXIMUM_DECODE_QUERIES, NO_DECODES, Decodes
+from gptoss_kernels.contracts import HEAD_DIM, MAXIMUM_DECODE_QUERIES, NO_DECODES, Decodes
+from gptoss_kernels.fp8 import E4M3
 from gptoss_kernels.testing import norm_error
 
-HEAD_DIM = 64
-E4M3 = torch.float8_e4m3fn
 # plain: scores of standard deviation 1. ordinary: the same, with edges that weigh more. wide and
 # narrow: that again, of queries beyond fp16 and of tiny ones. sharp: a few keys weigh more than all
 # others. equal: all keys of a head are the same. large and huge: up to 3e4 and 4e6. deep: around

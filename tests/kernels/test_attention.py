@@ -33,6 +33,7 @@ from .attention_cases import (
     wrong_twins,
 )
 from .emulator import emulated, guarded
+from .wrong_tensors import every_second, other_device, shifted
 
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257)
 EMPTY = [(0, 0), (70, 0)]
@@ -416,20 +417,6 @@ def test_queries_of_more_than_2_to_the_31_values(implementation: Implementation)
     assert errors(out, exact(case)).within(implementation.bounds(case))
 
 
-def on_another_device(tensor: Tensor) -> Tensor:
-    return tensor.to("meta")
-
-
-def every_second(tensor: Tensor) -> Tensor:
-    """The same shape and dtype, with twice the step between columns."""
-    return torch.stack([tensor, tensor], dim=-1)[..., 0]
-
-
-def shifted(tensor: Tensor) -> Tensor:
-    """The same shape and strides, one value further than 16 bytes' multiple."""
-    return torch.cat([tensor.flatten()[:1], tensor.flatten()])[1:].view(tensor.shape)
-
-
 def first(count: int) -> Callable[[Tensor], Tensor]:
     return lambda tensor: tensor[:count]
 
@@ -440,14 +427,14 @@ TENSORS = (
 # Of which argument, what is wrong with it, and the sentence.
 REFUSED: list[tuple[str, Callable[[Any], Any], str]] = [
     *(
-        (name, on_another_device, f"{name} must be on the device of query, got meta and (cpu|cuda)")
+        (name, other_device, f"{name} must be on the device of query, got meta and (cpu|cuda)")
         for name in TENSORS
         if name != "query"
     ),
     *((name, Tensor.half, f"{name} must be torch.* got torch.float16") for name in TENSORS),
     *((name, every_second, f"{name} must be contiguous, got strides") for name in TENSORS),
     *(
-        (name, shifted, f"{name} must start at a multiple of 16 bytes, got 2 beyond one")
+        (name, shifted, f"{name} must start at a multiple of 16 bytes, got 8 beyond one")
         for name in ("query", "key_cache", "value_cache")
     ),
     ("query", lambda query: query.flatten(1), r"query must be \[T, N, 64\], got \[11, 1024\]"),
@@ -501,7 +488,7 @@ REFUSED_SCALES = [
     (name, change, sentence.format(name=name))
     for name in ("key_scale", "value_scale")
     for change, sentence in (
-        (on_another_device, "{name} must be on the device of query, got meta and (cpu|cuda)"),
+        (other_device, "{name} must be on the device of query, got meta and (cpu|cuda)"),
         (Tensor.half, "{name} must be torch.float32, got torch.float16"),
         (every_second, "{name} must be contiguous, got strides"),
         (first(1), r"{name} must be \[2\], got \[1\]"),

@@ -13,6 +13,8 @@ from gptoss_kernels import contracts
 from gptoss_kernels.contracts import empty_dispatched, empty_quantised, empty_scale
 from gptoss_kernels.fp8 import E4M3
 
+from .wrong_tensors import every_second, other_device, shifted
+
 T, H, N, E, K = 5, 272, 264, 3, 2
 
 
@@ -58,23 +60,6 @@ CHECKS: dict[Callable[[], dict[str, Tensor]], Callable[..., None]] = {
     dispatch: lambda **tensors: contracts.check_dispatch_inputs(**tensors, num_experts=E),
     combine: contracts.check_combine_inputs,
 }
-
-
-def other_device(tensor: Tensor) -> Tensor:
-    return tensor.to("meta")
-
-
-def every_second(tensor: Tensor) -> Tensor:
-    """The same shape and dtype, with twice the step between columns."""
-    return torch.stack([tensor, tensor], dim=-1)[..., 0]
-
-
-def shifted(tensor: Tensor) -> Tensor:
-    """The same shape and strides, 8 bytes further than 16 bytes' multiple."""
-    size = tensor.element_size()
-    room = torch.empty(tensor.untyped_storage().nbytes() // size + 16 // size, dtype=tensor.dtype)
-    assert room.data_ptr() % 16 == 0
-    return room.as_strided(tensor.shape, tensor.stride(), 8 // size)
 
 
 def odd_pitch(matrix: Tensor) -> Tensor:

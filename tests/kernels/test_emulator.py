@@ -29,7 +29,7 @@ from gptoss_kernels.cuda.rms_norm_fp8 import rms_norm_fp8
 from gptoss_kernels.cuda.rows import RowLayout
 from gptoss_kernels.testing import norm_error
 
-from .emulator import CompilationError, EmulationError, emulated, guarded
+from .emulator import CompilationError, EmulationError, emulated, guarded, replacing
 from .expert_products import SWIGLU, dequantised, exact, spread
 
 SEEDS = pytest.mark.parametrize("seed", range(3))
@@ -47,10 +47,6 @@ def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
     values, scale = reference.quantise(x.bfloat16())
     room = empty_scale(x.shape[0], x.shape[1], "cpu")
     return values, room.copy_(scale)
-
-
-def replacing(old: str, new: str) -> Callable[[str], str]:
-    return lambda text: text.replace(old, new)
 
 
 # ---- kernels that are right --------------------------------------------------------------------
@@ -292,6 +288,11 @@ def test_a_wrong_kernel_is_seen(name: str) -> None:
         except EmulationError:
             return
     pytest.fail(f"no seed sees it: {name}")
+
+
+def test_a_change_that_changes_nothing_is_not_taken_for_a_wrong_kernel() -> None:
+    with pytest.raises(ValueError, match="changed nothing"):
+        rms_norm_error(0, replacing("no such line"))
 
 
 WAIT = "    wait_for_previous_kernels();\n"

@@ -22,9 +22,8 @@ from gptoss_kernels.contracts import Decodes
 from gptoss_kernels.flashinfer import Batch, FlashInferError, attention, causal_mask, page_lists
 from gptoss_kernels.testing import norm_error
 
-from .attention_cases import Case, exact, make_case, without_decodes, wrong_twins
+from .attention_cases import E4M3, Case, exact, make_case, without_decodes, wrong_twins
 
-E4M3 = torch.float8_e4m3fn
 # The stand-in is exact: what remains is the rounding of the result, and with scales for the heads
 # that of the query and of the result before its scale.
 BOUNDS = {torch.bfloat16: 2e-3, E4M3: 4e-3}

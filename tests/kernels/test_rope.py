@@ -27,9 +27,10 @@ from gptoss_kernels.fp8 import E4M3
 from gptoss_kernels.triton_lang import device
 from gptoss_kernels.triton_lang import rope as triton_lang
 
-from .emulator import EmulationError, emulated, guarded
+from .emulator import EmulationError, emulated, guarded, replacing
 from .triton_lang_compiler import compiling_for
 from .triton_lang_interpreter import REMARKS, interpret, round_as_hardware_does
+from .wrong_tensors import every_second, other_device, shifted
 
 INTERPRETED = device.INTERPRETED
 NUM_POSITIONS = 1000
@@ -409,7 +410,7 @@ WRONG_LINES = {
 @pytest.mark.parametrize("name", WRONG_LINES)
 def test_a_wrong_line_of_the_kernel_is_seen(name: str) -> None:
     def changed() -> contextlib.AbstractContextManager[object]:
-        return emulated(change=lambda source: source.replace(*WRONG_LINES[name]))
+        return emulated(change=replacing(*WRONG_LINES[name]))
 
     case = random_case(EMULATOR, 7, (12, 3), dtype=E4M3)
     with pytest.raises(AssertionError):
@@ -452,7 +453,7 @@ def test_a_careless_kernel_is_seen(name: str) -> None:
     case.positions[3] = 2**50
     case.slot_mapping[[5, -1]] = torch.tensor([2**40, 5])
     with (
-        emulated(change=lambda source: source.replace(*CARELESS[name])),
+        emulated(change=replacing(*CARELESS[name])),
         pytest.raises(EmulationError, match="which is no memory"),
     ):
         cuda.rope_and_cache_write(*in_guarded_memory(case).given, layout=RopeLayout(4))
@@ -551,22 +552,6 @@ def test_a_captured_graph_is_eager(way: Way, num_tokens: int, dtype: torch.dtype
 
 
 # --- without a GPU: refusals, the compilers, the interpreter's process ---
-
-
-def other_device(tensor: Tensor) -> Tensor:
-    return tensor.to("meta")
-
-
-def every_second(tensor: Tensor) -> Tensor:
-    return torch.stack([tensor, tensor], dim=-1)[..., 0]
-
-
-def shifted(tensor: Tensor) -> Tensor:
-    """The same shape and strides, 8 bytes further than 16 bytes' multiple."""
-    size = tensor.element_size()
-    room = torch.empty(tensor.numel() + 16 // size, dtype=tensor.dtype)
-    assert room.data_ptr() % 16 == 0
-    return room.as_strided(tensor.shape, tensor.stride(), 8 // size)
 
 
 BF16, FP8 = torch.bfloat16, E4M3
