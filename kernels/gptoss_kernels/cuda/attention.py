@@ -51,6 +51,10 @@ def attention(
         shape = (num_tokens, query.shape[1:].numel())
         out = torch.empty(shape, dtype=query.dtype, device=query.device)
     if not num_tokens:
+        contracts.check_attention_inputs(
+            *(query, key_cache, value_cache, sinks, query_start, seq_lens, page_tables),
+            *(window, key_scale, value_scale),
+        )
         return out
     split = decodes.num_sequences
     if split:

@@ -52,7 +52,8 @@ def attention_decode(
 
     query_start [B + 1] int32 holds rows of `query` [T, N, D] and need not begin at 0; all else as
     of reference.attention. Caches in bf16 or e4m3; pages of 16 to 256 tokens; `scale` above 0.
-    max_queries: the most of one sequence. The same lengths give the same bits.
+    max_queries: the most of one sequence. The same lengths give the same bits. Over e4m3, where a
+    sequence's queries of one key-value head share a power of two, an inf among them hides the rest.
 
     Without a window, blocks leave each other pieces of a sequence in memory that belongs to the
     stream, or to the capture of the stream into a CUDA graph. So launches may be under way at once

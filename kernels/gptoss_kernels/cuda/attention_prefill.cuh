@@ -53,6 +53,8 @@ constexpr int TILE_OFFSET = WIDE_OFFSET + WIDE_STAGES * WIDE_BYTES;
 constexpr int BARRIER_OFFSET = TILE_OFFSET + QUERY_SLOTS * 32;
 constexpr int NUM_BARRIERS = 4 * QUERY_SLOTS + 4 * STAGES + (WIDENS ? 2 * WIDE_STAGES : 0);
 static_assert(BARRIER_OFFSET + NUM_BARRIERS * 8 <= SHARED_BYTES, "too little memory");
+static_assert(KEY_OFFSET % 1024 == 0 && BLOCK_BYTES % 1024 == 0 && WIDE_OFFSET % 1024 == 0,
+              "a swizzle counts from multiples of 1024 bytes");
 static_assert(BLOCK_N % 16 == 0 && BLOCK_N <= 256, "wgmma multiplies 8 to 256 columns, 16 deep");
 
 // Barriers of slots. Those of queries have two more, without WIDENS: values of their tile are

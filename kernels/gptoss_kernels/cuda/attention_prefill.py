@@ -50,12 +50,13 @@ def attention_prefill(
 
     query_start [B + 1] int32 holds rows of `query` [T, N, D] and need not begin at 0; all else as
     of reference.attention. Pages of 16 to 256 tokens; `scale` above 0. Sinks must not be written by
-    the kernel launched just before on the same stream. A launch counts its tiles in memory of its
-    own, so the same one (the same tensors) must not run on two streams at once.
-    Raises ValueError on anything else, and runtime.CudaError where there is no Hopper GPU.
+    the kernel launched just before on the same stream. A launch counts its tiles apart: the same
+    one (the same tensors), or one that was prepared 65,536 others later, must not be under way at
+    once on another stream. Raises ValueError on anything else, and runtime.CudaError where there is
+    no Hopper GPU.
     """
     given = (query, key_cache, value_cache, sinks, query_start, seq_lens, page_tables, out)
-    scales = tuple(scale for scale in (key_scale, value_scale) if scale is not None)
+    scales = tuple(each for each in (key_scale, value_scale) if each is not None)
     options = ("attention_prefill", scale, window, key_scale is None, value_scale is None, tile)
     runtime.launch(
         options,
@@ -277,8 +278,7 @@ def prepare(
     num_kv_heads, page_size = key_cache.shape[1:3]
     contracts.check_output("out", out, torch.bfloat16, (num_tokens, num_heads * _HEAD_DIM), query)
     contracts.check_contiguous("out", out)
-    if not scale > 0:
-        raise ValueError(f"scale must be above 0, got {scale}")
+    contracts.check_score_scale(scale)
     tile = tile or choose_tile(key_cache.dtype, has_window=window is not None)
     if tile.has_window != (window is not None):
         raise ValueError(f"{tile} is for layers {'with' if tile.has_window else 'without'} window")
