@@ -23,7 +23,7 @@ from gptoss_kernels.cuda.attention_prefill import (
 from gptoss_kernels.cuda.build import build
 
 from .attention_cases import BF16_BOUNDS, E4M3, Case, Errors, errors, exact, make_case, wrong_twins
-from .emulator import EmulationError, emulated
+from .emulator import EmulationError, emulated, replacing
 
 # What the sweep of tiles times; each way of overlapping, and each size.
 FULL_TILES = (
@@ -154,11 +154,7 @@ def test_blocks_in_any_number_give_equal_bits() -> None:
 def test_bounds_see_an_optimist_who_is_wrong(line: str, waits_late: bool) -> None:
     case = falling_scores(400.0)
     tile = PrefillTile(is_optimistic=True, waits_late=waits_late)
-    assert not emulated_errors(case, tile, change=without(line)).within(BF16_BOUNDS)
-
-
-def without(line: str) -> Callable[[str], str]:
-    return lambda text: text.replace(line, ";")
+    assert not emulated_errors(case, tile, change=replacing(line, ";")).within(BF16_BOUNDS)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +169,7 @@ def without(line: str) -> Callable[[str], str]:
 )
 def test_bounds_see_a_kernel_that_lacks_a_line(window: int | None, line: str) -> None:
     case = make_case(MIXED, heads=(8, 1), window=window, scores="sharp")
-    assert not emulated_errors(case, change=without(line)).within(BF16_BOUNDS)
+    assert not emulated_errors(case, change=replacing(line, ";")).within(BF16_BOUNDS)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +185,7 @@ def test_emulator_sees_a_kernel_that_lacks_an_order(line: str) -> None:
 
     def run_until_seen() -> None:
         for seed in range(30):
-            emulated_errors(case, seed=seed, change=without(line))
+            emulated_errors(case, seed=seed, change=replacing(line, ";"))
 
     with pytest.raises(EmulationError):
         run_until_seen()

@@ -6,7 +6,6 @@ wrong in one of these, which must show.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +33,7 @@ from .attention_cases import (
     without_decodes,
     wrong_twins,
 )
-from .emulator import EmulationError, emulated
+from .emulator import EmulationError, emulated, replacing
 
 WINDOWS = (None, 128)
 # Several tiles a block, several blocks of keys a tile, and rows and keys of nobody.
@@ -101,8 +100,8 @@ def test_where_no_maximum_is_looked_for_sums_that_are_too_large_are_seen() -> No
     """Scores of up to 2^6, in blocks of keys further and further from the first one."""
     case = fp8_case([(700, 100), (520, 300)], scores="sharp")
     expected, tile = exact(case), PrefillFp8Tile(is_optimistic=True, waits_late=True)
-    never = instead("!(added < MAXIMUM_SUM)", "added != added")
-    wrong = instead("^ k % 2 * 32)", "^ k % 3 * 32)")
+    never = replacing("!(added < MAXIMUM_SUM)", "added != added")
+    wrong = replacing("^ k % 2 * 32)", "^ k % 3 * 32)")
     with emulated():
         check(case, run(case, tile), FP8_BOUNDS)
     for change in (never, wrong):
@@ -200,27 +199,25 @@ def test_another_type_of_cache_is_refused() -> None:
 # ---- wrong kernels -----------------------------------------------------------------------------
 
 
-def instead(old: str, new: str) -> Callable[[str], str]:
-    return lambda text: text.replace(old, new)
-
-
 WRONG = {
-    "the scale of the neighbouring row": instead("(lane / 4 + r * 8) * 2)", "(lane / 4 ^ 1) * 2)"),
-    "scales exchanged": instead(
+    "the scale of the neighbouring row": replacing(
+        "(lane / 4 + r * 8) * 2)", "(lane / 4 ^ 1) * 2)"
+    ),
+    "scales exchanged": replacing(
         "arguments.key_scales[tile.head]", "arguments.value_scales[tile.head]"
     ),
-    "what the first term lacks is left out": instead("query + 2 * k,", "query + 2 * (k % 2),"),
-    "values of nobody": instead("rows + row < min(end, BLOCK_N)", "rows + row < BLOCK_N"),
-    "the last value not widened": instead("rows + row < min(end,", "rows + row + 1 < min(end,"),
-    "halves of values exchanged": instead("(to ^ 16) + rows", "to + rows"),
+    "what the first term lacks is left out": replacing("query + 2 * k,", "query + 2 * (k % 2),"),
+    "values of nobody": replacing("rows + row < min(end, BLOCK_N)", "rows + row < BLOCK_N"),
+    "the last value not widened": replacing("rows + row < min(end,", "rows + row + 1 < min(end,"),
+    "halves of values exchanged": replacing("(to ^ 16) + rows", "to + rows"),
 }
 UNSAFE = {
-    "widened without a fence": instead("        shared_fence();\n        __syncwarp();", ""),
-    "quantised without a fence": instead(
+    "widened without a fence": replacing("        shared_fence();\n        __syncwarp();", ""),
+    "quantised without a fence": replacing(
         "shared_fence();\n    const float of_keys", "const float of_keys"
     ),
-    "quantised without the others": instead("named_sync(GROUP_BARRIER + group, 128);\n}", "}"),
-    "widened into a slot that is read": instead(
+    "quantised without the others": replacing("named_sync(GROUP_BARRIER + group, 128);\n}", "}"),
+    "widened into a slot that is read": replacing(
         "barrier_wait(shared + WIDE_EMPTY + wide.slot * 8, wide.phase ^ 1);", ""
     ),
 }
