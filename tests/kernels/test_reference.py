@@ -319,13 +319,19 @@ def test_attention_over_a_cache_of_e4m3_is_that_over_what_it_stands_for():
     scales = torch.tensor([0.25, 3.0]), torch.tensor([0.75, 0.5])
     cached = [(c.float() / s[:, None, None]).to(E4M3) for c, s in zip(plain, scales, strict=True)]
 
-    def attend(keys: Tensor, values: Tensor, **scales: Tensor) -> Tensor:
+    def attend(
+        keys: Tensor,
+        values: Tensor,
+        key_scale: Tensor | None = None,
+        value_scale: Tensor | None = None,
+    ) -> Tensor:
         return reference.attention(
             *(paged.query.float(), keys, values, paged.sinks),
             *(paged.query_start, paged.seq_lens, paged.page_tables),
             scale=paged.scale,
             window=None,
-            **scales,
+            key_scale=key_scale,
+            value_scale=value_scale,
         )
 
     exact = attend(*(c.double() * s[:, None, None] for c, s in zip(cached, scales, strict=True)))
