@@ -479,7 +479,7 @@ FAULTS = [
     (
         "float sums[4]; uint32_t a[4] = {}; wgmma_fence(); "
         "wgmma_bf16_registers<8>(sums, a, matrix_descriptor(shared), 0); "
-        "wgmma_commit(); a[3] = 1; fence_registers(a); wgmma_wait<0>();",
+        'wgmma_commit(); a[3] = 1; asm volatile("" : "+r"(a[3])::"memory"); wgmma_wait<0>();',
         "wrote to the registers of a matrix while a wgmma that reads them",
     ),
 ]

@@ -12,7 +12,7 @@ import ctypes
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import product
 
 import torch
@@ -147,12 +147,7 @@ class DecodeTile:
     @property
     def variant(self) -> str:
         """For people: the rows, and what is not as by default."""
-        others = [
-            f"{field.name}={getattr(self, field.name)}"
-            for field in fields(self)[1:]
-            if getattr(self, field.name) != field.default
-        ]
-        return " ".join([f"rows={self.rows}", *others])
+        return runtime.variant_of(self, f"rows={self.rows}", "rows")
 
 
 # Warps and slots by rows, bf16 and e4m3: at least 64 KB on their way while others are multiplied.

@@ -12,10 +12,9 @@ attention_prefill.cuh; here are their contract, and the choice of tile.
 from __future__ import annotations
 
 import ctypes
-import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,8 +22,6 @@ from torch import Tensor
 from gptoss_kernels import contracts
 from gptoss_kernels.cuda import runtime
 
-_COUNTERS = 65_536
-_next_counter = itertools.count()
 _HEAD_DIM = contracts.HEAD_DIM
 _ROW_BYTES = 2 * _HEAD_DIM
 _REGISTERS = 65_536  # of a multiprocessor
@@ -146,7 +143,7 @@ class PrefillTile:
             "WAITS_LATE": int(self.waits_late),
             "HAS_WINDOW": int(self.has_window),
             "IS_DYNAMIC": int(self.is_dynamic),
-            "COUNTERS": _COUNTERS,
+            "COUNTERS": runtime.COUNTERS,
             "SHARED_BYTES": self.shared_bytes,
             "MATH_REGISTERS": self.math_registers,
             "PRODUCER_REGISTERS": self.producer_registers,
@@ -174,13 +171,7 @@ class PrefillTile:
     @property
     def variant(self) -> str:
         """For people: rows x keys, and what is not as by default."""
-        others = [
-            f"{field.name}={getattr(self, field.name)}"
-            for field in fields(self)
-            if field.name not in ("warpgroups", "block")
-            and getattr(self, field.name) != field.default
-        ]
-        return " ".join([f"{self.rows}x{self.block}", *others])
+        return runtime.variant_of(self, f"{self.rows}x{self.block}", "warpgroups", "block")
 
 
 @dataclass(frozen=True)
@@ -312,7 +303,7 @@ def prepare(
                 *(group.bit_length() - 1, page_size.bit_length() - 1),
                 *(box_rows, page_tables.shape[1], window or 0),
                 scale * math.log2(math.e),
-                next(_next_counter) % _COUNTERS,
+                runtime.next_counter(),
             ),
         ),
     )

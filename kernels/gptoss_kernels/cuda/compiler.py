@@ -20,7 +20,7 @@ import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any, Literal
@@ -89,6 +89,16 @@ class KernelSpec:
     def compile(self) -> Cubin:
         """From the disk cache if this source was compiled before. CudaError says what is wrong."""
         return compile_source(self.source, dict(self.defines), self.flags)
+
+
+def variant_of(tile: Any, title: str, *named: str) -> str:
+    """For people: `title`, and what fields, but those `named` in it, are not as by default."""
+    others = [
+        f"{field.name}={getattr(tile, field.name)}"
+        for field in fields(tile)
+        if field.name not in named and getattr(tile, field.name) != field.default
+    ]
+    return " ".join([title, *others])
 
 
 def cache_folder() -> Path:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -86,12 +86,7 @@ class FewRowsTile:
     @property
     def variant(self) -> str:
         """For people: K, and what is not as by default."""
-        others = [
-            f"{field.name}={getattr(self, field.name)}"
-            for field in fields(self)[1:]
-            if getattr(self, field.name) != field.default
-        ]
-        return " ".join([f"K={self.k}", *others])
+        return runtime.variant_of(self, f"K={self.k}", "k")
 
 
 def choose_tile(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from gptoss_kernels.cuda import runtime
 from gptoss_kernels.cuda.runtime import launch
@@ -118,13 +118,9 @@ class Tile:
     @property
     def variant(self) -> str:
         """For people: rows x columns, and what is not as by default."""
-        others = [
-            f"{field.name}={getattr(self, field.name)}"
-            for field in fields(self)
-            if field.name not in ("columns", "m_groups", "waves")
-            and getattr(self, field.name) != field.default
-        ]
-        return " ".join([f"{self.rows}x{self.columns}", *others])
+        return runtime.variant_of(
+            self, f"{self.rows}x{self.columns}", "columns", "m_groups", "waves"
+        )
 
 
 @functools.cache

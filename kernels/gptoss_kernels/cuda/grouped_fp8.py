@@ -7,7 +7,6 @@ tensor cores above some 100 rows an expert, by reading the weights below.
 from __future__ import annotations
 
 import ctypes
-import itertools
 import math
 from dataclasses import dataclass, replace
 
@@ -20,11 +19,6 @@ from gptoss_kernels.cuda.gemm_fp8 import Arguments, Tile, kernel
 from gptoss_kernels.fp8 import BLOCK
 
 _MAILBOX_BYTES = 32
-# Each prepared launch counts its tiles apart, until this many later ones were prepared: two that
-# share a counter must not be under way at once, on two streams. A graph keeps its launches' for
-# its life, however often it is replayed, so none can be given back; 8 bytes each.
-_COUNTERS = 65_536
-_next_counter = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -59,7 +53,7 @@ class GroupedTile(Tile):
             "OUT_GROUP": self.out_group,
             "X_BOX": self.x_box,
             "MAXIMUM_EXPERTS": MAXIMUM_EXPERTS,
-            "COUNTERS": _COUNTERS,
+            "COUNTERS": runtime.COUNTERS,
         }
 
 
@@ -154,7 +148,7 @@ def prepare(
             Experts(
                 expert_start.data_ptr(),
                 num_experts,
-                next(_next_counter) % _COUNTERS,
+                runtime.next_counter(),
                 -alpha / math.log(2),
                 limit,
                 out_scale.data_ptr() if out_scale is not None else None,

@@ -366,12 +366,6 @@ __device__ __forceinline__ void fence_registers(float (&registers)[COUNT]) {
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
-template <int COUNT>
-__device__ __forceinline__ void fence_registers(uint32_t (&registers)[COUNT]) {
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(registers[i])::"memory");
-}
-
 // The lower half of what tells the tensor cores about a K-major tile with rows of 128 bytes,
 // swizzled by 128 bytes. Its upper half is a constant: 1024 bytes from 8 rows to the next 8.
 __device__ __forceinline__ uint32_t matrix_descriptor(uint32_t address) {

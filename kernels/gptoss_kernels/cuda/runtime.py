@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from gptoss_kernels.cuda.compiler import (
     KernelSpec,
     compile_source,
     kernel_source,
+    variant_of,
     wgmma_source,
 )
 
@@ -38,6 +40,7 @@ __all__ = [
     "load",
     "require_hopper",
     "tensor_map",
+    "variant_of",
     "wgmma_source",
 ]
 
@@ -243,6 +246,18 @@ class Launch:
         status = self._launch(self._config_reference, self._function, self._addresses, None)
         if status != 0:
             _check(status, "launch a kernel")
+
+
+# Of tiles that a launch hands out to whichever block is free. Each prepared launch counts its tiles
+# apart, until this many later ones were prepared: two that share a counter must not be under way at
+# once, on two streams. A graph keeps its launches' for its life, however often it is replayed, so
+# none can be given back; 8 bytes each, in each such kernel.
+COUNTERS = 65_536
+_prepared_counters = itertools.count()
+
+
+def next_counter() -> int:
+    return next(_prepared_counters) % COUNTERS
 
 
 def launch(
