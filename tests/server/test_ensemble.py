@@ -3,7 +3,7 @@
 import json
 import math
 import queue
-from contextlib import closing
+from contextlib import ExitStack, closing
 from http.client import HTTPConnection
 from typing import Any
 
@@ -133,17 +133,14 @@ def test_many_streams_at_once_are_each_as_alone(client: Client) -> None:
 def test_clients_that_leave_free_their_pages_within_a_second(client: Client) -> None:
     eventually(client.is_idle, 5)
     before = client.metrics()["gptoss:aborted_generations_total"]
-    streams = [
-        client.open(text_input=f"What is {n} + 1?", ignore_eos=True, max_tokens=4000, seed=n)
-        for n in range(16)
-    ]
-    responses = [stream.__enter__() for stream in streams]
-    for each in responses:
-        next(each)
-    assert client.metrics()["vllm:num_requests_running"] == 16
-    assert client.metrics()["vllm:kv_cache_usage_perc"] > 0
-    for stream in streams:
-        stream.__exit__(None, None, None)
+    with ExitStack() as streams:
+        for n in range(16):
+            question = {"text_input": f"What is {n} + 1?", "seed": n}
+            opened = client.open(**question, ignore_eos=True, max_tokens=4000)
+            next(streams.enter_context(opened))
+        # A stream's first response says that it is admitted; metrics follow a moment later.
+        eventually(lambda: client.metrics()["vllm:num_requests_running"] == 16, 5)
+        eventually(lambda: client.metrics()["vllm:kv_cache_usage_perc"] > 0, 5)
     eventually(client.is_idle, 1)
     assert client.metrics()["gptoss:aborted_generations_total"] == before + 16
 
