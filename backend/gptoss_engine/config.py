@@ -34,7 +34,8 @@ class EngineConfig:
         Triton-lang), "deepgemm" (that library's) or "reference" (plain PyTorch, anywhere). "auto"
         is cuda on a Hopper GPU and reference elsewhere.
     attention: whose kernels attend: "cuda" (ours, for Hopper), "triton" (ours, in Triton-lang),
-        "flashinfer" (that library's) or "reference" (plain PyTorch, anywhere).
+        "flashinfer" (that library's) or "reference" (plain PyTorch, anywhere). "auto" is cuda on a
+        Hopper GPU, for models whose heads it takes, and reference elsewhere.
     kv_cache: "bf16" keeps keys and values in dtype, "fp8" in e4m3, which is half of bf16's bytes.
     tp, ep, dp: one value each in this version; another is refused by name, so that nobody believes
         to have chosen it.
@@ -55,7 +56,7 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     weights: Literal["auto", "fp8", "mxfp4", "bf16"] = "auto"
     kv_cache: Literal["bf16", "fp8"] = "bf16"
-    attention: Literal["cuda", "triton", "flashinfer", "reference"] = "reference"
+    attention: Literal["auto", "cuda", "triton", "flashinfer", "reference"] = "auto"
     gemm: Literal["auto", "cuda", "triton", "deepgemm", "reference"] = "auto"
     tp: int = 1
     ep: int = 1

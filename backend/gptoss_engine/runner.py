@@ -46,7 +46,7 @@ class Runner:
         self.weight_mode = weights.mode
         self._page_size = config.page_size
         self._device = weights.embedding.device
-        self._ops = load_operators(config, self._device, weights.embedding.dtype)
+        self._ops = load_operators(config, self._device, weights.embedding.dtype, model_config)
         table = rope_table(model_config, self.max_model_len, self._ops)
         self._model = GptOss(model_config, weights, table.to(self._device))
         self._cache = KVCache.allocate(
@@ -131,8 +131,9 @@ def load_runner(config: EngineConfig) -> Runner:
     started = time.monotonic()
     device = choose_device(config)
     dtype = choose_dtype(config, device)
-    load_operators(config, device, dtype)  # refused before minutes of loading weights
     source = open_source(config)
+    # Refused before minutes of loading weights.
+    load_operators(config, device, dtype, source.config)
     mode = choose_weight_mode(config, source)
     cache_dtype = choose_cache_dtype(config, dtype)
     pages = PageCounts.derive(config, source.config, cache_dtype)
@@ -182,23 +183,44 @@ def choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
 def choose_gemm(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> operators.Gemm:
     """auto: cuda on a Hopper GPU in bfloat16, else reference."""
     if config.gemm == "auto":
-        is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-        return "cuda" if is_hopper and dtype == torch.bfloat16 else "reference"
-    _check_kernels("gemm", config.gemm, "auto or reference", device, dtype)
+        return "cuda" if _serves_hopper(device, dtype) else "reference"
+    _check_kernels("gemm", config.gemm, device, dtype)
     return config.gemm
 
 
 def choose_attention(
-    config: EngineConfig, device: torch.device, dtype: torch.dtype
+    config: EngineConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    model: ModelConfig | None = None,
 ) -> operators.Attention:
-    """As configured, if its kernels run there, and take pages of that size."""
+    """auto: cuda on a Hopper GPU in bfloat16, if it takes the model's heads, else reference.
+
+    InvalidConfig if kernels do not run there, or do not take pages of that size, or such heads: of
+    a model, where it is known.
+    """
     name = config.attention
-    _check_kernels("attention", name, "reference", device, dtype)
+    takes_heads = model is None or (
+        model.head_dim == operators.HEAD_DIM
+        and model.num_heads % model.num_kv_heads == 0
+        and model.num_heads // model.num_kv_heads in operators.GROUPS_OF_HEADS
+    )
+    if name == "auto":
+        name = "cuda" if _serves_hopper(device, dtype) and takes_heads else "reference"
+    else:
+        _check_kernels("attention", name, device, dtype)
     sizes = operators.PAGE_SIZES.get(name)
     if sizes and config.page_size not in sizes:
         raise InvalidConfig(
             f"page_size must be one of {', '.join(map(str, sizes))} with attention {name}, "
             f"got {config.page_size}"
+        )
+    if name != "reference" and model and not takes_heads:
+        raise InvalidConfig(
+            f"attention must be auto or reference for this model, got {name}: its kernels take "
+            f"heads of {operators.HEAD_DIM}, {', '.join(map(str, operators.GROUPS_OF_HEADS))} "
+            f"query heads to a key-value head, and it has {model.num_heads} and "
+            f"{model.num_kv_heads} heads of {model.head_dim}"
         )
     return name
 
@@ -208,14 +230,18 @@ def choose_cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
     return torch.float8_e4m3fn if config.kv_cache == "fp8" else dtype
 
 
-def _check_kernels(
-    key: str, name: str, elsewhere: str, device: torch.device, dtype: torch.dtype
-) -> None:
+def _serves_hopper(device: torch.device, dtype: torch.dtype) -> bool:
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return is_hopper and dtype == torch.bfloat16
+
+
+def _check_kernels(key: str, name: str, device: torch.device, dtype: torch.dtype) -> None:
     """InvalidConfig where a GPU or bf16 is missing that all but the reference need."""
     if name != "reference":
         if device.type != "cuda":
             raise InvalidConfig(
-                f"{key} must be {elsewhere} on a {device.type}, got {name}: its kernels need a GPU"
+                f"{key} must be auto or reference on a {device.type}, got {name}: its kernels need "
+                "a GPU"
             )
         if dtype != torch.bfloat16:
             found = str(dtype).removeprefix("torch.")
@@ -223,11 +249,11 @@ def _check_kernels(
 
 
 def load_operators(
-    config: EngineConfig, device: torch.device, dtype: torch.dtype
+    config: EngineConfig, device: torch.device, dtype: torch.dtype, model: ModelConfig
 ) -> operators.Operators:
     """As chosen; InvalidConfig if what they need is not there."""
     gemm = choose_gemm(config, device, dtype)
-    attention = choose_attention(config, device, dtype)
+    attention = choose_attention(config, device, dtype, model)
     try:
         return operators.load(gemm, attention)
     except operators.LibraryError as error:

@@ -32,6 +32,8 @@ PAGE_SIZES: dict[Attention, tuple[int, ...]] = {
     "triton": contracts.PAGE_SIZES,
     "flashinfer": contracts.FLASHINFER_PAGE_SIZES,
 }
+HEAD_DIM = contracts.HEAD_DIM  # which all kernels of attention want; the reference takes any
+GROUPS_OF_HEADS = contracts.GROUPS_OF_HEADS  # likewise
 _MODULES = {
     "cuda": "gptoss_kernels.cuda.operators",
     "triton": "gptoss_kernels.triton_lang.operators",
@@ -42,6 +44,8 @@ _MODULES = {
 __all__ = [
     "ATTENTIONS",
     "GEMMS",
+    "GROUPS_OF_HEADS",
+    "HEAD_DIM",
     "MAXIMUM_DECODE_QUERIES",
     "PAGE_SIZES",
     "Attention",

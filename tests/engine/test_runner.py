@@ -45,6 +45,7 @@ from gptoss_kernels.testing import norm_error, rel_error
 
 from ..tiny_checkpoint import TinyCheckpoint, write_converted
 from .forward import logits_of_all
+from .sources import model_config
 from .stepping import GREEDY, Stepper, outputs, sequence, tiny_runner
 
 PROMPTS = [
@@ -388,7 +389,7 @@ def test_kernels_for_gpus_are_refused_where_they_cannot_run(
         choose_gemm(EngineConfig(gemm="triton"), torch.device("cuda"), torch.float32)
     for attention in ("cuda", "triton", "flashinfer"):
         with pytest.raises(
-            InvalidConfig, match=f"attention must be reference on a cpu, got {attention}: its"
+            InvalidConfig, match=f"attention must be auto or reference on a cpu, got {attention}:"
         ):
             tiny_runner(tiny_checkpoint.original, attention=attention)
 
@@ -415,13 +416,52 @@ def test_pages_of_any_size_are_for_the_reference():
     assert choose_attention(config, torch.device("cpu"), torch.float32) == "reference"
 
 
+@pytest.mark.parametrize(
+    ("capability", "dtype", "heads", "chosen"),
+    [
+        ((9, 0), torch.bfloat16, {}, "cuda"),
+        ((9, 0), torch.bfloat16, {"num_heads": 8}, "cuda"),
+        ((9, 0), torch.float32, {}, "reference"),
+        ((8, 9), torch.bfloat16, {}, "reference"),
+        ((9, 0), torch.bfloat16, {"head_dim": 32}, "reference"),
+        ((9, 0), torch.bfloat16, {"num_heads": 24}, "reference"),
+    ],
+)
+def test_attention_is_ours_on_hopper_where_it_takes_the_heads(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    heads: dict[str, int],
+    chosen: str,
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    found = choose_attention(EngineConfig(), torch.device("cuda"), dtype, model_config(**heads))
+    assert found == chosen
+
+
+def test_heads_that_attention_does_not_take_are_refused_before_weights_are_loaded():
+    sentence = (
+        "attention must be auto or reference for this model, got triton: its kernels take heads of "
+        "64, 1, 2, 4, 8, 16 query heads to a key-value head, and it has 24 and 8 heads of 64"
+    )
+    model = model_config(num_heads=24)
+    with pytest.raises(InvalidConfig, match=sentence):
+        load_operators(
+            EngineConfig(gemm="reference", attention="triton"),
+            *(torch.device("cuda"), torch.bfloat16, model),
+        )
+
+
 def test_operators_whose_packages_are_missing_say_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "gptoss_kernels.triton_lang.operators", None)
     with pytest.raises(
         InvalidConfig,
         match=r"gemm triton with attention reference .* pip install 'gptoss-backend\[gpu\]'",
     ):
-        load_operators(EngineConfig(gemm="triton"), torch.device("cuda"), torch.bfloat16)
+        load_operators(
+            EngineConfig(gemm="triton", attention="reference"),
+            *(torch.device("cuda"), torch.bfloat16, model_config()),
+        )
 
 
 @pytest.mark.parametrize(
@@ -432,9 +472,9 @@ def test_a_library_that_is_missing_is_said_before_weights_are_loaded(
     key: str, name: str, module: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setitem(sys.modules, module, None)
-    config = EngineConfig.from_mapping({"gemm": "reference", key: name})
+    config = EngineConfig.from_mapping({"gemm": "reference", "attention": "reference", key: name})
     with pytest.raises(InvalidConfig, match=rf"{key} = {name} needs the library .*\[{name}\]"):
-        load_operators(config, torch.device("cuda"), torch.bfloat16)
+        load_operators(config, torch.device("cuda"), torch.bfloat16, model_config())
 
 
 class Beside:
@@ -538,6 +578,44 @@ def test_attention_of_a_model_is_that_of_the_reference(attention: Attention, cac
     wrong = Beside(OtherHeadsSinks(kernels), "attention")
     logits_of_all(made.config, weights, token_ids, wrong, cache)
     assert min(wrong.errors["attention"]) > 2e-2
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 90])
+@pytest.mark.parametrize("kv_cache", ["bf16", "fp8"])
+@pytest.mark.parametrize(
+    "attention",
+    [
+        name if name == "reference" else pytest.param(name, marks=pytest.mark.gpu)
+        for name in ("cuda", "triton", "reference")  # flashinfer wants modules of its own
+    ],
+)
+def test_attention_of_each_step_is_that_of_the_reference(
+    attention: Attention, kv_cache: str, chunk: int
+):
+    """Prompts in chunks that are decodes to the kernels, and such as are not; pages given back."""
+    config = EngineConfig.from_mapping(
+        {
+            "random_weights": "tiny",
+            "device": "cpu" if attention == "reference" else "cuda",
+            "dtype": "bfloat16",
+            "weights": "bf16",
+            "kv_cache": kv_cache,
+            "gemm": "reference",
+            "attention": attention,
+            "num_pages": 32,
+            "num_window_pages": 32,
+        }
+    )
+    runner = load_runner(config)
+    runner._ops = beside = Beside(runner._ops, "attention")  # pyright: ignore[reportAttributeAccessIssue]
+    made = [sequence([(7 * i * i) % 512 for i in range(n)]) for n in (3, 64, 150, 290)]
+    if chunk == 1:
+        made = [each for each in made if each.num_prompt_tokens < 150]
+    Stepper(runner, page_size=64).generate(*made, num_tokens=4, chunk=chunk)
+    num_steps = -(-max(each.num_prompt_tokens for each in made) // chunk) + 3
+    assert len(beside.errors["attention"]) >= num_steps
+    # Weights of prefills over a cache in fp8 are e4m3 themselves.
+    assert max(beside.errors["attention"]) < (4e-2 if kv_cache == "fp8" and chunk > 8 else 5e-3)
 
 
 def test_a_cache_in_fp8_has_few_bytes_and_changes_logits_little(tiny_checkpoint: TinyCheckpoint):

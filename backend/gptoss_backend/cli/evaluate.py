@@ -94,8 +94,8 @@ def evaluate(
     place = choose_device(config)
     computed = choose_dtype(config, place)
     kernels = choose_gemm(config, place, computed)
-    ops = load_operators(config, place, computed)
     source = open_source(config)
+    ops = load_operators(config, place, computed, source.config)
     for mode in modes:
         check_mode(source, mode)
     fidelity = compare(
