@@ -49,6 +49,7 @@ from gptoss_kernels.cuda.rows import RowLayout, choose_layout
 from gptoss_kernels.fp8 import BLOCK, E4M3
 
 TWIN = ":all_lanes_arrive"  # behind the name of an operator
+DEVICE = "cuda"
 
 
 @dataclass(frozen=True)
@@ -79,18 +80,24 @@ def fp8_error(out: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> fl
 
 
 def empty_bf16(rows: int, columns: int) -> Tensor:
-    return torch.full((rows, columns), torch.nan, dtype=torch.bfloat16, device="cuda")
+    return torch.full((rows, columns), torch.nan, dtype=torch.bfloat16, device=DEVICE)
 
 
 def empty_fp8(rows: int, columns: int, group: int = BLOCK) -> tuple[Tensor, Tensor]:
-    values = torch.full((rows, columns), 0x7F, dtype=torch.uint8, device="cuda")
-    scale = empty_scale(rows, columns, "cuda", group).fill_(torch.nan)
+    values = torch.full((rows, columns), 0x7F, dtype=torch.uint8, device=DEVICE)
+    scale = empty_scale(rows, columns, DEVICE, group).fill_(torch.nan)
     return values.view(torch.float8_e4m3fn), scale
 
 
 def on_gpu(*tensors: Tensor) -> list[Tensor]:
-    """Written before any kernel: some inputs are read while the one before still runs."""
-    copies = [tensor.cuda() for tensor in tensors]
+    """Written before any kernel: some inputs are read while the one before still runs.
+
+    Strides are kept, which Tensor.cuda() does only for those without gaps: scales have gaps.
+    """
+    copies = []
+    for tensor in tensors:
+        room = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=DEVICE)
+        copies.append(room.copy_(tensor))
     torch.cuda.synchronize()
     return copies
 
@@ -147,7 +154,7 @@ def dispatch_calls() -> Iterator[Call]:
         shape = (tokens, model.experts_per_token)
         chosen = torch.randint(0, model.num_experts, shape)
         starts, rows = (
-            torch.full(size, -7, dtype=torch.int32, device="cuda")
+            torch.full(size, -7, dtype=torch.int32, device=DEVICE)
             for size in ((model.num_experts + 1,), shape)
         )
         room = Dispatched(*empty_fp8(chosen.numel(), model.hidden), starts, rows)

@@ -1,14 +1,18 @@
 """What of sanitize.py needs no GPU: that no served kernel is left out, and how reports are read."""
 
+import functools
 import importlib
 import json
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 from gptoss_kernels.cuda import build
+
+from .emulator import Emulation, emulated
 
 MEMCHECK = "========= COMPUTE-SANITIZER\n{answer}\n========= ERROR SUMMARY: {errors} errors\n"
 RACECHECK = """========= COMPUTE-SANITIZER
@@ -64,6 +68,29 @@ def test_the_parts_are_all_calls_once(sanitize: ModuleType) -> None:
         assert sorted(map(len, calls))[0] > 0
         found = sorted(str(call.kernels) for part in calls for call in part)
         assert found == sorted(str(call.kernels) for call in sanitize.calls_of(operator))
+
+
+def test_every_call_is_taken(
+    sanitize: ModuleType, sanitized: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to the launch: operators check what they get, and describe it for the copy engine."""
+    launched = []
+    monkeypatch.setattr(Emulation, "launch", lambda _, spec, *__: launched.append(spec))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(sanitized, "DEVICE", "cpu")
+    # Values are dear, and what would be expected of them: no check depends on either.
+    zeros = functools.partial(torch.zeros, dtype=torch.float8_e4m3fn)
+    monkeypatch.setattr(sanitized, "e4m3", lambda *shape: zeros(shape))
+    monkeypatch.setattr(sanitized, "reference", MagicMock())
+    for name in ("exact", "norm_error", "fp8_error"):
+        monkeypatch.setattr(sanitized, name, lambda *_: 0.0)
+    with emulated(num_multiprocessors=sanitized.NUM_BLOCKS):
+        for operator in sanitize.OPERATORS:
+            for call in sanitize.calls_of(operator):
+                call.error()
+                assert set(launched) == set(call.kernels), operator
+                launched.clear()
 
 
 @pytest.mark.parametrize(
