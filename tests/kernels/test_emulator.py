@@ -422,6 +422,8 @@ FAULTS = [
         "no multiple of 16",
     ),
     ("load_box(shared + 1024 * 9 + 128, &map, shared, 0, 0);", "no multiple of 1024"),
+    ("load_box(shared, &map, shared + 32768, -4, 0);", "a bulk load of rows from byte -8 on"),
+    ("store_box(&map, shared, 12, 0);", "a bulk store of rows from byte 24 on, which is no multip"),
     ("store_box(&map, shared, 0, 0); __syncwarp();", "ends before its bulk stores were waited for"),
     (
         "if (thread == 0) { store_shared(shared, 1.f); store_box(&map, shared, 0, 0); "
@@ -614,10 +616,12 @@ def test_products_of_a_warp(machine: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("swizzle", [0, 32, 64, 128])
-@pytest.mark.parametrize("place", [(0, 0, 0), (-5, 1, -1), (60, -2, 1)], ids=str)
+@pytest.mark.parametrize(
+    "place", [(0, 0, 0), (-8, 1, -1), (64, -2, 1), (-72, 0, 0), (0, 7, 0), (0, 0, -2)], ids=str
+)
 @MACHINES
 def test_boxes(machine: str, place: tuple[int, int, int], swizzle: int) -> None:
-    """Of three dimensions, over every edge: what lies beyond reads as zero."""
+    """Of three dimensions, over every edge and all beyond one: what lies beyond reads as zero."""
     data = normal(3, 7, 72).bfloat16()
     columns = swizzle // 2 or 40
     box = (2, 4, columns)

@@ -119,7 +119,8 @@ class TensorMap(ctypes.Structure):
 def tensor_map(tensor: torch.Tensor, box: tuple[int, ...], swizzle_bytes: int) -> TensorMap:
     """For boxes of the size `box` of a matrix, or of three dimensions; the last one's are adjacent.
 
-    What a box covers beyond the tensor reads as zero and is not written.
+    What a box covers beyond the tensor reads as zero and is not written. A box whose rows do not
+    begin at a multiple of 16 bytes is an illegal instruction.
     """
     size = tensor.element_size()
     pitches = tuple(stride * size for stride in tensor.stride()[:-1])

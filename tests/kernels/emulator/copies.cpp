@@ -58,7 +58,8 @@ void divide(Copy& copy, const Map& map, const int* place, unsigned address) {
     }
 }
 
-Map map_at(unsigned rank, const void* pointer, unsigned address, const char* what) {
+Map map_at(unsigned rank, const void* pointer, const int* place, unsigned address,
+           const char* what) {
     Map map;
     memcpy(&map, pointer, sizeof map);
     if (map.mark != MAP_MARK) fail("%s: there is no tensor map at %p", what, pointer);
@@ -66,6 +67,10 @@ Map map_at(unsigned rank, const void* pointer, unsigned address, const char* wha
     const unsigned alignment = map.swizzle_bytes ? 8 * map.swizzle_bytes : 128;
     if (address % alignment != 0)
         fail("%s at shared address %#x, which is no multiple of %u", what, address, alignment);
+    // Which the GPU calls an illegal instruction, wherever the box lies.
+    const int64_t first = place[0] * int64_t(map.element_bytes);
+    if (first % 16 != 0)
+        fail("%s of rows from byte %lld on, which is no multiple of 16", what, (long long)first);
     return map;
 }
 
@@ -139,7 +144,7 @@ void load_box(unsigned rank, unsigned destination, const void* map_pointer, cons
               unsigned barrier, unsigned multicast) {
     Block& block = owner(destination);
     owner(barrier);
-    const Map map = map_at(rank, map_pointer, destination, "a bulk load");
+    const Map map = map_at(rank, map_pointer, place, destination, "a bulk load");
     for (unsigned i = 0; i < block.cluster->blocks.size(); ++i) {
         if (multicast ? !(multicast >> i & 1) : i != block.rank) continue;
         Copy copy{&self(), block.cluster->blocks[i].get(), Copy::LOAD, 0, barrier};
@@ -178,7 +183,7 @@ void start_store(Copy copy) {
 }  // namespace
 
 void store_box(unsigned rank, const void* map_pointer, const int* place, unsigned source) {
-    const Map map = map_at(rank, map_pointer, source, "a bulk store");
+    const Map map = map_at(rank, map_pointer, place, source, "a bulk store");
     Fiber& fiber = self();
     Copy copy{&fiber, &own_block(), Copy::STORE, fiber.bulk_group};
     divide(copy, map, place, source);
