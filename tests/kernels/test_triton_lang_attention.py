@@ -31,7 +31,7 @@ from .attention_cases import (
     without_decodes,
     wrong_twins,
 )
-from .triton_lang_compiler import Compiled, compiling_for
+from .triton_lang_compiler import Compiled, compiling_for, unset_registers
 from .triton_lang_interpreter import REMARKS, interpret, round_as_hardware_does
 
 INTERPRETED = device.INTERPRETED
@@ -56,7 +56,7 @@ WAYS = [
     (Tile(64, 32, boxes=2), E4M3),
     (Tile(128, 64), torch.bfloat16),
 ]
-SPLITS = [Split(64, programs=1), Split(32, programs=300)]
+SPLITS = [Split(64, programs=1, shares=0), Split(32, programs=300)]
 if not INTERPRETED:  # which takes a second for what a GPU does at once
     PREFILLS += [(1000, 1000), (3000, 100), (257, 257)]
     DECODES += [(5000, 1), (128, 1), (129, 1)] + [(63, 1)] * 300
@@ -71,7 +71,7 @@ if not INTERPRETED:  # which takes a second for what a GPU does at once
         (Tile(128, 64, boxes=2, warps=8), E4M3),
         (Tile(64, 16), torch.bfloat16),
     ]
-    SPLITS += [Split(64, stages=2), Split(64, stages=4, programs=9), Split(16, warps=2)]
+    SPLITS += [Split(64, stages=2), Split(64, stages=4, programs=9), Split(16, warps=2, shares=9)]
 
 pytestmark = pytest.mark.filterwarnings(*REMARKS)
 
@@ -143,6 +143,15 @@ def test_scores_in_e4m3(boxes: int, window: int | None) -> None:
 @dtypes
 def test_splits(dtype: torch.dtype, split: Split) -> None:
     check(case_of("several queries", dtype=dtype, heads=(2, 1)), split=split)
+
+
+@runs
+@windows
+@dtypes
+@pytest.mark.parametrize("group", [4, 8, 16])
+def test_rows_of_decodes(group: int, dtype: torch.dtype, window: int | None) -> None:
+    """32, 64 and 128 rows, of which a warp's tensor cores multiply 16 and a warpgroup's 64."""
+    check(case_of("several queries", dtype=dtype, window=window, heads=(group, 1)))
 
 
 @runs
@@ -363,6 +372,18 @@ def test_all_compile_for_ada(tmp_path: object, monkeypatch: pytest.MonkeyPatch) 
     assert len(kernels) == 2
     for kernel in kernels:
         assert kernel.shared_bytes <= 101_376
+
+
+def test_a_register_that_nothing_sets_is_found() -> None:
+    code = """
+        /*0000*/                   ULDC.64 UR4, c[0x0][0x208] ;
+        /*0010*/                   UIADD3 UR8, UR5, 0x40, URZ ;
+        /*0020*/              @!P0 LDG.E R5, desc[UR4][R2.64+UR8] ;
+        /*0030*/                   UIADD3 UR10, UP0, UR6, 0x2, URZ ;
+        /*0040*/                   HGMMA.64x32x16.F32 R56, R24, gdesc[UR8].tnspB, R56, gsb0 ;
+        /*0050*/                   UMOV UR11, UR10 ;
+    """
+    assert unset_registers(code) == ["UR6", "UR11"]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that interprets")

@@ -76,13 +76,43 @@ def compiling_for(capability: int) -> Iterator[list[Compiled]]:
         triton.runtime.driver._active = old_driver
 
 
+def unset_registers(code: str) -> list[str]:
+    """The uniform registers that machine code reads and no instruction before sets.
+
+    ptxas 12.8 has been seen to forget one that addresses of shared memory are computed from.
+    """
+    was_set: set[int] = set()
+    unset: list[str] = []
+    for instruction in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@\S+\s+)?(.*?);", code):
+        name, _, operands = instruction.partition(" ")
+        result = re.match(r"\s*UR(\d+),", operands)
+        if name.startswith(("ST", "RED.", "UTMA")):
+            result = None
+        for use in re.finditer(r"(gdesc\[|desc\[)?\bUR(\d+)", operands):
+            if result and use.start(2) == result.start(1):
+                continue
+            number = int(use[2])
+            # Of the four of a wgmma's two operands, the first may be in other registers.
+            used = {"gdesc[": (2, 3), "desc[": (0, 1)}.get(use[1], (0,))
+            unset += [f"UR{number + i}" for i in used if number + i not in was_set]
+        if result:
+            number = int(result[1])
+            was_set.update((number, number + 1) if re.search(r"\.64|WIDE", name) else (number,))
+    return unset
+
+
 def _report(kernel) -> Compiled:
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(kernel.asm["cubin"])
-        cuobjdump = knobs.nvidia.cuobjdump.path
-        command = [cuobjdump, "-res-usage", str(cubin)]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+        def shown(*command: str) -> str:
+            command = (*command, str(cubin))
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+        usage = shown(knobs.nvidia.cuobjdump.path, "-res-usage")
+        unset = unset_registers(shown(knobs.nvidia.nvdisasm.path, "-c"))
+        assert not unset, (kernel.metadata.name, unset)
 
     def number(name: str) -> int:
         found = re.search(rf"\b{name}:(\d+)", usage)

@@ -35,6 +35,7 @@ from gptoss_kernels.triton_lang.attention_tile import (
 )
 
 _LEAST_ROWS = 16  # of a tile of scores
+_WARPGROUP_ROWS = 64  # from which on four warps multiply together
 _MOST_LANES = 256  # sequences looked at together
 _SHARES_TOGETHER = (8, 64)  # of a sequence, at the least and at the most
 
@@ -42,17 +43,21 @@ _SHARES_TOGETHER = (8, 64)  # of a sequence, at the least and at the most
 class Split(NamedTuple):
     """How programs compute: by tiles of `keys`, about `programs` of them a multiprocessor.
 
-    stages: slots of the ring that loads run ahead in.
+    stages: slots of the ring that loads run ahead in. shares: of a sequence, about, at the least:
+    programs that last as long as a whole sequence leave much of the machine idle at the end.
     """
 
     keys: int
     stages: int = 3
     warps: int = 1
     programs: int = 4
+    shares: int = 2
 
 
-def choose_split(rows: int) -> Split:
-    return Split(64, warps=rows // _LEAST_ROWS)
+def choose_split(rows: int, *, is_fp8: bool) -> Split:
+    # Of one warp's programs more fit where the ring is short.
+    stages = 2 if rows == _LEAST_ROWS and not is_fp8 else 3
+    return Split(64, stages, warps=rows // _LEAST_ROWS)
 
 
 def attention_decode(
@@ -78,12 +83,14 @@ def attention_decode(
     num_sequences, most_pages = page_tables.shape
     group = num_heads // num_kv_heads
     rows = max(_LEAST_ROWS, device.lanes_for(max_queries) * group)
-    if value_cache.dtype == torch.float8_e4m3fn:
+    is_fp8 = value_cache.dtype == torch.float8_e4m3fn
+    if is_fp8 and rows < _WARPGROUP_ROWS:
         value_cache = value_cache.view(torch.uint16)  # see _add_tiles
     if split is None:
-        split = choose_split(rows)
+        split = choose_split(rows, is_fp8=is_fp8)
     if window is None:
         num_shares = -(-split.programs * device.num_multiprocessors(query) // num_kv_heads)
+        num_shares = max(num_shares, split.shares * num_sequences)
         most_tiles = num_sequences * -(-most_pages * page_size // split.keys)
         # A sequence's last share is short, so that there may be one more for each.
         room = max(1, min(num_shares + num_sequences, most_tiles))
@@ -227,7 +234,9 @@ def _add_tiles(
 
     PAIRED: values of e4m3 come two columns in 16 bits, which a warp can read from shared memory as
     the tensor cores take them, by column, and single bytes it cannot. `sums` are of even columns
-    then, `more_sums` of odd ones.
+    then, `more_sums` of odd ones. Four warps that multiply together take values from shared memory,
+    widened, so that pairs gain nothing; and where two products take them from one buffer ptxas 12.8
+    computes addresses from a register that it never sets.
     """
     begin = low // KEYS * KEYS
     page = load_pages(pages, begin, high, PAGE, KEYS)
@@ -247,7 +256,7 @@ def _add_tiles(
             sums = tl.dot(weights, even.to(DTYPE), sums * shrunk)
             more_sums = tl.dot(weights, odd.to(DTYPE), more_sums * shrunk)
         else:
-            sums = tl.dot(weights, values, sums * shrunk)
+            sums = tl.dot(weights, values.to(DTYPE), sums * shrunk)
     return base, total, sums, more_sums
 
 
@@ -308,8 +317,9 @@ def _attend(
             return
         low = tl.maximum(length - end + start - WINDOW + 1, 0)
         high = length
-    PAIRED: tl.constexpr = key_cache.dtype.element_ty != query.dtype.element_ty
-    DTYPE: tl.constexpr = tl.float16 if PAIRED else tl.bfloat16
+    IS_FP8: tl.constexpr = key_cache.dtype.element_ty != query.dtype.element_ty
+    PAIRED: tl.constexpr = key_cache.dtype.element_ty != value_cache.dtype.element_ty
+    DTYPE: tl.constexpr = tl.float16 if IS_FP8 else tl.bfloat16
     queries, factor = load_queries(
         *(query, start, end, head, scale, key_scale, HEADS, GROUP, ROWS, DEPTH, DTYPE)
     )
