@@ -119,7 +119,7 @@ def _attention(model: ModelSizes) -> Iterator[KernelSpec]:
     decode = attention_decode.served_tiles((model.group,), (None, model.window))
     for tile in (*attention_prefill.served_tiles(), *decode):
         yield tile.spec
-    yield from rope.served_specs()
+    yield from (rope.spec(is_fp8=is_fp8) for is_fp8 in (False, True))
 
 
 def _bound_by_memory(model: ModelSizes) -> Iterator[KernelSpec]:

@@ -1,9 +1,7 @@
 // q and k rotated by their positions; q to a tensor of its own, k and v to their slots of the caches.
 //
 // Four lanes share a head: each has 8 elements of its first half, and the 8 of the second half that
-// they are rotated with. They do HEADS heads of a token, whose angles they load once: of the P =
-// ceil(heads / HEADS) parts of a token, part p has the heads p, p + P, p + 2 P, ..., so that the
-// lanes of a warp have adjacent heads.
+// they are rotated with.
 
 constexpr int DIM = 64, HALF = DIM / 2;
 constexpr int WIDTH = 8;  // elements of an access
@@ -139,50 +137,34 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     rope_and_cache_write(const __grid_constant__ Arguments arguments) {
     const int num_heads = arguments.num_heads, num_kv_heads = arguments.num_kv_heads;
     const int num_rotated = num_heads + num_kv_heads, num_all = num_rotated + num_kv_heads;
-    const uint32_t num_parts = uint32_t(num_all + HEADS - 1) / HEADS;
-    const uint32_t part = (blockIdx.x * THREADS + threadIdx.x) / LANES;
-    const long long token = part / num_parts;
-    const int first_head = part % num_parts, column = threadIdx.x % LANES * WIDTH;
+    const uint32_t head_of_all = (blockIdx.x * THREADS + threadIdx.x) / LANES;
+    const long long token = head_of_all / uint32_t(num_all);
+    const int head = head_of_all % uint32_t(num_all), column = threadIdx.x % LANES * WIDTH;
     wait_for_previous_kernels();
     allow_next_kernel();
     if (token >= arguments.num_tokens) return;
 
     const long long position = arguments.positions[token], slot = arguments.slots[token];
-    const bf16* const qkv = arguments.qkv + token * num_all * DIM + column;
-    Head heads[HEADS];
-    float scales[HEADS];
-#pragma unroll
-    for (int i = 0; i < HEADS; ++i) {
-        const int head = first_head + i * num_parts;
-        if (head < num_all) heads[i].load(qkv + head * DIM);
-        scales[i] = 1;
-        if (FP8 && num_heads <= head && head < num_all) {
-            const bool is_key = head < num_rotated;
-            const float* const given = is_key ? arguments.key_scale : arguments.value_scale;
-            if (given) scales[i] = given[head - (is_key ? num_heads : num_rotated)];
-        }
-    }
+    Head values;
+    values.load(arguments.qkv + (token * num_all + head) * DIM + column);
+    const bool is_key = head < num_rotated;
+    const float* const scales = is_key ? arguments.key_scale : arguments.value_scale;
+    const int kv_head = head - (is_key ? num_heads : num_rotated);  // of a query's head: negative
+    const float scale = FP8 && kv_head >= 0 && scales ? scales[kv_head] : 1;
     Angles angles;
     angles.load(arguments.rope_table + position * DIM + column,
                 uint64_t(position) < uint64_t(arguments.num_positions));
 
+    if (head < num_rotated) values.rotate(angles);
+    if (head < num_heads) {
+        values.store(arguments.query + (token * num_heads + head) * DIM + column);
+        return;
+    }
     // A negative slot is beyond the last one, as a number without a sign.
-    const bool is_stored = uint64_t(slot) < uint64_t(arguments.num_slots);
+    if (uint64_t(slot) >= uint64_t(arguments.num_slots)) return;
     const uint32_t page = uint32_t(slot) >> arguments.page_shift;
     const uint32_t offset = uint32_t(slot) - (page << arguments.page_shift);
-#pragma unroll
-    for (int i = 0; i < HEADS; ++i) {
-        const int head = first_head + i * num_parts;
-        if (head < num_rotated) heads[i].rotate(angles);
-        if (head < num_heads) {
-            heads[i].store(arguments.query + (token * num_heads + head) * DIM + column);
-        } else if (head < num_all && is_stored) {
-            const bool is_key = head < num_rotated;
-            cached* const cache = is_key ? arguments.key_cache : arguments.value_cache;
-            const uint32_t kv_head = head - (is_key ? num_heads : num_rotated);
-            const uint32_t row =
-                ((page * num_kv_heads + kv_head) << arguments.page_shift) + offset;
-            heads[i].store(cache + uint64_t(row) * DIM + column, scales[i]);
-        }
-    }
+    const uint32_t row = ((page * num_kv_heads + kv_head) << arguments.page_shift) + offset;
+    cached* const cache = is_key ? arguments.key_cache : arguments.value_cache;
+    values.store(cache + uint64_t(row) * DIM + column, scale);
 }

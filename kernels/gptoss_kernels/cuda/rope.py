@@ -9,9 +9,6 @@ read and 128 N written, and 256 KV or, in e4m3, 128 KV; its angles are 256 more.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import product
 
 from torch import Tensor
 
@@ -21,23 +18,7 @@ from gptoss_kernels.cuda import runtime
 from gptoss_kernels.fp8 import E4M3
 
 _LANES = 4  # of a head
-# Up to so many tokens each head has lanes of its own. Beyond, four lanes have several heads' loads
-# under way at once, and load the angles for all of them.
-_FEW_TOKENS = 512
-
-
-@dataclass(frozen=True)
-class RopeLayout:
-    """Four lanes do `heads` heads of a token, one after the other; a block has `threads` threads.
-
-    No result depends on it.
-    """
-
-    heads: int
-    threads: int = 128
-
-
-_FOR_FEW, _FOR_MANY = RopeLayout(heads=1), RopeLayout(heads=5)
+_THREADS = 128  # of a block
 
 
 def rope_and_cache_write(
@@ -51,7 +32,6 @@ def rope_and_cache_write(
     value_scale: Tensor | None = None,
     *,
     out: Tensor | None = None,
-    layout: RopeLayout | None = None,
 ) -> Tensor:
     """The rotated queries in bf16 [T, N, 64], written to `out` if it is given.
 
@@ -76,30 +56,21 @@ def rope_and_cache_write(
         return out
     scales = [scale for scale in (key_scale, value_scale) if scale is not None]
     runtime.launch(
-        ("rope_and_cache_write", layout, key_scale is None, value_scale is None),
+        ("rope_and_cache_write", key_scale is None, value_scale is None),
         (*given, *scales, out),
-        lambda: _prepare(*given, key_scale, value_scale, out, layout),
+        lambda: _prepare(*given, key_scale, value_scale, out),
     )
     return out
 
 
-def spec(layout: RopeLayout, *, is_fp8: bool) -> runtime.KernelSpec:
+def spec(*, is_fp8: bool) -> runtime.KernelSpec:
+    """For any model and number of tokens."""
     return runtime.KernelSpec(
         "rope_and_cache_write",
         files=("rope.cu",),
-        defines=(("HEADS", layout.heads), ("THREADS", layout.threads), ("FP8", int(is_fp8))),
-        variant=f"{layout.heads} {'e4m3' if is_fp8 else 'bf16'}",
+        defines=(("THREADS", _THREADS), ("FP8", int(is_fp8))),
+        variant="e4m3" if is_fp8 else "bf16",
     )
-
-
-def served_specs() -> Iterator[runtime.KernelSpec]:
-    """For any model and number of tokens."""
-    for layout, is_fp8 in product((_FOR_FEW, _FOR_MANY), (False, True)):
-        yield spec(layout, is_fp8=is_fp8)
-
-
-def choose_layout(num_tokens: int) -> RopeLayout:
-    return _FOR_FEW if num_tokens <= _FEW_TOKENS else _FOR_MANY
 
 
 class _Arguments(ctypes.Structure):
@@ -129,19 +100,17 @@ def _prepare(
     key_scale: Tensor | None,
     value_scale: Tensor | None,
     out: Tensor,
-    layout: RopeLayout | None,
 ) -> runtime.Launch:
     given = (qkv, positions, rope_table, key_cache, value_cache, slot_mapping)
     contracts.check_rope_inputs(*given, key_scale, value_scale, out)
     contracts.check_gpu(qkv, "qkv")
     num_tokens, num_heads, _ = out.shape
     num_pages, num_kv_heads, page_size, _ = key_cache.shape
-    layout = layout or choose_layout(num_tokens)
-    num_parts = -(-(num_heads + 2 * num_kv_heads) // layout.heads)
+    num_threads = num_tokens * (num_heads + 2 * num_kv_heads) * _LANES
     return runtime.Launch(
-        runtime.load(spec(layout, is_fp8=key_cache.dtype == E4M3), qkv.device.index),
-        grid=-(-num_tokens * num_parts * _LANES // layout.threads),
-        threads=layout.threads,
+        runtime.load(spec(is_fp8=key_cache.dtype == E4M3), qkv.device.index),
+        grid=-(-num_threads // _THREADS),
+        threads=_THREADS,
         arguments=(
             _Arguments(
                 *(tensor.data_ptr() for tensor in given),
