@@ -166,7 +166,7 @@ def test_the_room_belongs_to_a_stream_or_a_capture(monkeypatch: pytest.MonkeyPat
             torch._C, "_cuda_getCurrentRawStream", lambda device: stream.handle, raising=False
         )
         for stream.handle, capture.number in ((0, 0), (0, 0), (5, 0), (5, 3), (5, 3), (5, 4)):
-            rooms.append(module._room_of(case.query, tile)[0].data_ptr())
+            rooms.append(module._room_of(case.query, case.key_cache, tile)[0].data_ptr())
     assert rooms[0] == rooms[1]
     assert rooms[3] == rooms[4]
     assert len(set(rooms)) == 4
@@ -193,8 +193,12 @@ WRONG: dict[str, tuple[Callable[[str], str], dict[str, Any]]] = {
         replacing("barrier_wait(left(others[i], warp), exchange.taken >> others[i] & 1);"),
         {},
     ),
-    "pieces of the wrong blocks": (
-        replacing("slot_of(block, block == first)", "slot_of(block, 0)"),
+    "pieces of the wrong ranges": (
+        replacing("slot_of(walk, range, range == first)", "slot_of(walk, range, 0)"),
+        {},
+    ),
+    "pieces of the wrong head": (
+        replacing("(range * arguments.num_kv_heads + walk.head) * 2", "range * 4"),
         {},
     ),
     "a counter that stays": (replacing("if (is_last) *counter = 0;"), {}),

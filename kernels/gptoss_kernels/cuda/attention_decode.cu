@@ -6,11 +6,12 @@
 // nobody else writes, so that no warp waits for another while there are tiles. It multiplies its
 // pair's rows, the left operand, with the keys, and their weights, in registers, with the values.
 //
-// SPLIT = 1: the tiles of all pairs, one after the other, are cut into as many equal ranges as
-// there are blocks. In a range the warps take tiles in turn. What belongs to one pair is added up
-// by the warp that has the last of its tiles: the others leave it their sums in shared memory. A
-// pair of one block is done then. A piece of one goes to memory, and the block that comes last adds
-// up all of its pieces, always in the same order.
+// SPLIT = 1: a block has one key-value head. The tiles of all pairs of a head, one after the other,
+// are cut into as many equal ranges as there are blocks for it. Neighbouring blocks have the heads
+// of the same range: what they read at a time are whole pages. In a range the warps take tiles in
+// turn. What belongs to one pair is added up by the warp that has the last of its tiles: the others
+// leave it their sums in shared memory. A pair of one block is done then. A piece of one goes to
+// memory, and the block that comes last adds up all of its pieces, always in the same order.
 // SPLIT = 0: one block a pair, for windows, which have as many tiles as a block has warps.
 //
 // FP8 = 1: the cache is in e4m3. Keys, values and queries are multiplied as halves: the first two
@@ -41,8 +42,8 @@ constexpr int ROOMS_OFFSET = WARPS * SLOTS * SLOT_BYTES;
 constexpr int FULL_OFFSET = ROOMS_OFFSET + WARPS * ROOM_BYTES;
 constexpr int LEFT_OFFSET = FULL_OFFSET + WARPS * SLOTS * 8;
 constexpr int TAKEN_OFFSET = LEFT_OFFSET + WARPS * WARPS * 8;
-constexpr int SCAN_OFFSET = TAKEN_OFFSET + WARPS * WARPS * 8;
-static_assert(SCAN_OFFSET + WARPS * 4 + 8 <= SHARED_BYTES, "the launch gives too little memory");
+constexpr int END_OFFSET = TAKEN_OFFSET + WARPS * WARPS * 8;
+static_assert(END_OFFSET <= SHARED_BYTES, "the launch gives too little memory");
 static_assert(TILE % BOX == 0 && BOX >= 16, "a tile is whole boxes, each with the whole swizzle");
 
 // log2 of the largest weight: of halves, those below 2^-14 have fewer bits.
@@ -90,30 +91,30 @@ struct Sequence {
     }
     // Of the first tile.
     __device__ __forceinline__ int start() const { return first & ~(BOX - 1); }
-    // Pairs of one key-value head.
+    // Pairs of a key-value head.
     __device__ __forceinline__ int passes(const Arguments& arguments) const {
         return ((queries << arguments.group_shift) + ROWS - 1) / ROWS;
     }
     __device__ __forceinline__ int units(const Arguments& arguments) const {
-        return tiles * passes(arguments) * arguments.num_kv_heads;
+        return tiles * passes(arguments);
     }
 };
 
-// How the tiles of all pairs are cut into ranges, one for each block.
+// How the tiles of a head's pairs are cut into ranges, the same for each head.
 struct Cut {
-    int total;
-    int blocks, share, longer;  // the first `longer` blocks have one more than `share`
+    int ranges, share, longer;  // the first `longer` have one more than `share`
 
-    __device__ __forceinline__ explicit Cut(int total) : total(total) {
-        blocks = max(min(static_cast<int>(gridDim.x), total / WARPS), 1);
-        share = total / blocks;
-        longer = total - share * blocks;
+    __device__ __forceinline__ Cut(const Arguments& arguments, int total) {
+        const int blocks = gridDim.x / arguments.num_kv_heads;
+        ranges = max(min(blocks, total / WARPS), 1);
+        share = total / ranges;
+        longer = total - share * ranges;
     }
-    __device__ __forceinline__ int first_of(int block) const {
-        block = min(block, blocks);
-        return block * share + min(block, longer);
+    __device__ __forceinline__ int first_of(int range) const {
+        range = min(range, ranges);
+        return range * share + min(range, longer);
     }
-    __device__ __forceinline__ int block_of(int unit) const {
+    __device__ __forceinline__ int range_of(int unit) const {
         const int before = longer * (share + 1);
         return unit < before ? unit / (share + 1) : longer + (unit - before) / share;
     }
@@ -121,7 +122,7 @@ struct Cut {
 
 // A block's range, pair after pair.
 struct Walk {
-    int unit, last;  // of all tiles: where the pair's part of the range begins, the range's end
+    int unit, last;  // of the head's tiles: where the pair's part of the range begins, its end
     int index;       // of the sequence
     Sequence sequence;
     int head, pass;  // of the pair
@@ -155,65 +156,51 @@ struct Walk {
         begin = 0;
         if (is_done() || ++pass < sequence.passes(arguments)) return;
         pass = 0;
-        if (++head < arguments.num_kv_heads) return;
-        head = 0;
         do sequence = Sequence(arguments, ++index);
         while (sequence.tiles == 0);
     }
 };
 
-// Waits for the kernels before this one. Each thread counts the tiles of neighbouring sequences;
-// the one that has the range's first says where it lies.
-__device__ __forceinline__ Walk find_range(uint32_t shared, const Arguments& arguments, int warp,
-                                           int lane, int& total) {
-    const int each = (arguments.num_sequences + THREADS - 1) / THREADS;
-    const int first = min(static_cast<int>(threadIdx.x) * each, arguments.num_sequences);
-    const int last = min(first + each, arguments.num_sequences);
+// Waits for the kernels before this one. Each lane counts the tiles of neighbouring sequences; the
+// one that has the range's first says where it lies.
+__device__ __forceinline__ Walk find_range(const Arguments& arguments, int lane, int& total) {
+    Walk walk = {};
+    const int range = blockIdx.x / arguments.num_kv_heads;
+    walk.head = blockIdx.x - range * arguments.num_kv_heads;
+    const int each = (arguments.num_sequences + 31) / 32;
+    int index = min(lane * each, arguments.num_sequences);
+    const int last = min(index + each, arguments.num_sequences);
     wait_for_previous_kernels();
+    Sequence sequence = {};
     int own = 0;
-    for (int index = first; index < last; ++index)
-        own += Sequence(arguments, index).units(arguments);
+    for (int i = last - 1; i >= index; --i) {
+        sequence = Sequence(arguments, i);
+        own += sequence.units(arguments);
+    }
     int until = own;
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
         const int other = __shfl_up_sync(0xFFFFFFFF, until, distance);
         if (lane >= distance) until += other;
     }
-    if (lane == 31) store_shared(shared + SCAN_OFFSET + warp * 4, until);
-    __syncthreads();
-    total = 0;
-#pragma unroll
-    for (int other = 0; other < WARPS; ++other) {
-        const int those = load_shared_int(shared + SCAN_OFFSET + other * 4);
-        total += those;
-        if (other < warp) until += those;
-    }
-    const Cut cut(total);
-    Walk walk = {};
-    walk.unit = cut.first_of(blockIdx.x);
-    walk.last = cut.first_of(blockIdx.x + 1);
-    int start = until - own;
-    constexpr uint32_t FOUND = SCAN_OFFSET + WARPS * 4;
-    if (start <= walk.unit && walk.unit < until) {
-        int index = first;
-        for (;; ++index) {
-            const int units = Sequence(arguments, index).units(arguments);
-            if (walk.unit < start + units) break;
-            start += units;
-        }
-        store_shared(shared + FOUND, index);
-        store_shared(shared + FOUND + 4, start);
-    }
-    __syncthreads();
+    total = __shfl_sync(0xFFFFFFFF, until, 31);
+    const Cut cut(arguments, total);
+    walk.unit = cut.first_of(range);
+    walk.last = cut.first_of(range + 1);
     if (walk.is_done()) return walk;
-    walk.index = load_shared_int(shared + FOUND);
+    int start = until - own;
+    const bool is_here = start <= walk.unit && walk.unit < until;
+    if (is_here) {
+        for (; walk.unit >= start + sequence.units(arguments);
+             sequence = Sequence(arguments, ++index))
+            start += sequence.units(arguments);
+    }
+    const int from = __ffs(__ballot_sync(0xFFFFFFFF, is_here)) - 1;
+    walk.index = __shfl_sync(0xFFFFFFFF, index, from);
     walk.sequence = Sequence(arguments, walk.index);
-    const int inside = walk.unit - load_shared_int(shared + FOUND + 4);
-    const int pair = inside / walk.sequence.tiles;
-    walk.begin = inside - pair * walk.sequence.tiles;
-    const int passes = walk.sequence.passes(arguments);
-    walk.head = pair / passes;
-    walk.pass = pair - walk.head * passes;
+    const int inside = walk.unit - __shfl_sync(0xFFFFFFFF, start, from);
+    walk.pass = inside / walk.sequence.tiles;
+    walk.begin = inside - walk.pass * walk.sequence.tiles;
     return walk;
 }
 
@@ -714,29 +701,29 @@ struct Worker {
         const long long vector = static_cast<long long>(slot) * PIECE_VECTORS + index;
         return arguments.pieces + (vector * 32 + lane) * 4;
     }
-    // A block has at most two pieces: of a pair that began in an earlier one, and of one that
-    // begins in it.
-    __device__ __forceinline__ static int slot_of(int block, bool is_begun) {
-        return block * 2 + is_begun;
+    // A block has at most two pieces: of a pair that began in an earlier range, and of one that
+    // begins in its own.
+    __device__ __forceinline__ int slot_of(const Walk& walk, int range, bool is_begun) const {
+        return (range * arguments.num_kv_heads + walk.head) * 2 + is_begun;
     }
 
     // Leaves the pair's sums in memory; whoever comes last adds up and stores.
     __device__ __forceinline__ void store_piece(const Walk& walk, const Rows& rows,
                                                 const Sums (&sums)[M_TILES], const Cut& cut) const {
-        const int slot = slot_of(blockIdx.x, walk.begin == 0);
+        const int slot = blockIdx.x * 2 + (walk.begin == 0);
 #pragma unroll
         for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
             for (int i = 0; i < VECTORS; ++i)
                 *reinterpret_cast<float4*>(piece(slot, m * VECTORS + i)) = sums[m].vector(i);
         const int start = walk.unit - walk.begin;
-        const int first = cut.block_of(start);
-        const int last = cut.block_of(start + walk.sequence.tiles - 1);
+        const int first = cut.range_of(start);
+        const int last = cut.range_of(start + walk.sequence.tiles - 1);
         __syncwarp();
         __threadfence();  // behind the warp's barrier: for what all of its lanes wrote
         int is_last = 0;
         if (lane == 0) {
-            unsigned int* counter = &arguments.arrived[first];
+            unsigned int* counter = &arguments.arrived[first * arguments.num_kv_heads + walk.head];
             is_last = atomicAdd(counter, 1) == last - first;
             if (is_last) *counter = 0;
         }
@@ -752,8 +739,8 @@ struct Worker {
                 float4 pieces[AT_ONCE][VECTORS];
 #pragma unroll
                 for (int i = 0; i < AT_ONCE; ++i) {
-                    const int block = min(base + i, last);
-                    const int slot = slot_of(block, block == first);
+                    const int range = min(base + i, last);
+                    const int slot = slot_of(walk, range, range == first);
 #pragma unroll
                     for (int j = 0; j < VECTORS; ++j)
                         pieces[i][j] = load_fresh(piece(slot, m * VECTORS + j));
@@ -859,7 +846,7 @@ struct Worker {
 #pragma unroll
                 for (int m = 0; m < M_TILES; ++m) store(walk, rows, m, sums[m]);
             } else {
-                store_piece(walk, rows, sums, Cut(total));
+                store_piece(walk, rows, sums, Cut(arguments, total));
             }
         }
     }
@@ -890,7 +877,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     }
     __syncthreads();
     int total = 0;
-    const Walk walk = SPLIT ? find_range(shared, arguments, warp, lane, total)
-                                 : own_pair(arguments);
+    const Walk walk = SPLIT ? find_range(arguments, lane, total) : own_pair(arguments);
     Worker{shared, arguments, &keys, &values, warp, lane}.run(walk, total);
 }

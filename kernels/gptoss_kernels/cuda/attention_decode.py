@@ -64,7 +64,7 @@ def attention_decode(
     chosen = tile or _tile_for(query, key_cache, max_queries, window)
     given = (query, key_cache, value_cache, sinks, query_start, seq_lens, page_tables, out)
     scales = tuple(each for each in (key_scale, value_scale) if each is not None)
-    split = _room_of(query, chosen) if chosen.is_split else _NO_SPLIT
+    split = _room_of(query, key_cache, chosen) if chosen.is_split else _NO_SPLIT
     runtime.launch(
         ("attention_decode", max_queries, scale, window, key_scale is None, len(scales), tile),
         (*given, *scales, *(room for room in split if room is not None)),
@@ -86,9 +86,10 @@ class DecodeTile:
     """What the kernel is compiled for.
 
     rows: query heads times queries of a pair (8, 16, 32 or 64); more are taken in passes. keys:
-    of a tile (32 or 64). box: slots that one copy loads, at most a page. is_split: pairs are cut
-    into equal ranges for all blocks, else a block has one pair. warps: of a block; slots: tiles in
-    each warp's ring; blocks: on a multiprocessor; waves: of blocks, where pairs are split.
+    of a tile (32 or 64). box: slots that one copy loads, at most a page. is_split: a head's
+    pairs are cut into equal ranges for its blocks, else a block has one pair. warps: of a block;
+    slots: tiles in each warp's ring; blocks: on a multiprocessor; waves: of blocks, where pairs are
+    split.
     """
 
     rows: int
@@ -115,10 +116,10 @@ class DecodeTile:
 
     @property
     def shared_bytes(self) -> int:
-        """The slots, rooms of warps, barriers of slots and of two warps, what finds the range."""
+        """The slots, rooms of warps, barriers of slots and of two warps."""
         slot_bytes = 2 * self.keys * HEAD_DIM * (1 if self.is_fp8 else 2)
-        of_warp = self.slots * (slot_bytes + 8) + self.piece_bytes + self.warps * 16 + 4
-        return math.ceil((self.warps * of_warp + 8) / 16) * 16
+        of_warp = self.slots * (slot_bytes + 8) + self.piece_bytes + self.warps * 16
+        return self.warps * of_warp
 
     @property
     def defines(self) -> dict[str, int]:
@@ -160,11 +161,14 @@ _SPLIT = {
 
 def _tile_for(query: Tensor, key_cache: Tensor, max_queries: int, window: int | None) -> DecodeTile:
     """Also of tensors that `prepare` refuses afterwards."""
-    is_cache = query.dim() == 3 and key_cache.dim() == 4 and key_cache.shape[1] > 0
-    group = query.shape[1] // key_cache.shape[1] if is_cache else 1
-    page_size = key_cache.shape[2] if is_cache else _TILE_KEYS
+    group = query.shape[1] // _num_kv_heads(key_cache) if query.dim() == 3 else 1
+    page_size = key_cache.shape[2] if key_cache.dim() == 4 else _TILE_KEYS
     is_fp8 = key_cache.dtype == E4M3
     return choose_tile(group, max_queries, page_size=page_size, window=window, is_fp8=is_fp8)
+
+
+def _num_kv_heads(key_cache: Tensor) -> int:
+    return max(1, key_cache.shape[1]) if key_cache.dim() == 4 else 1
 
 
 @functools.lru_cache(maxsize=256)
@@ -205,7 +209,7 @@ _rooms: dict[tuple[int, ...], _Room] = {}
 _captured_rooms: dict[tuple[int, ...], tuple[int, _Room]] = {}
 
 
-def _room_of(query: Tensor, tile: DecodeTile) -> _Room:
+def _room_of(query: Tensor, key_cache: Tensor, tile: DecodeTile) -> _Room:
     """Two pieces for each block, and its counter, which is 0 before and after each launch.
 
     One for all launches that come one after the other: of a stream, and of a stream's capture.
@@ -213,28 +217,29 @@ def _room_of(query: Tensor, tile: DecodeTile) -> _Room:
     device = query.get_device()
     capture = runtime.capture_id(device)
     stream = torch._C._cuda_getCurrentRawStream(device)
-    key = (device, stream, tile.blocks * tile.waves, tile.piece_bytes)
+    blocks = _most_blocks(device, tile, _num_kv_heads(key_cache))
+    key = (device, stream, blocks, tile.piece_bytes)
     if capture:
         last, room = _captured_rooms.get(key, (0, None))
         if last != capture or room is None:
-            room = _empty_room(query, tile)
+            room = _empty_room(query, blocks, tile)
             _captured_rooms[key] = (capture, room)
         return room
     if key not in _rooms:
-        _rooms[key] = _empty_room(query, tile)
+        _rooms[key] = _empty_room(query, blocks, tile)
     return _rooms[key]
 
 
-def _empty_room(query: Tensor, tile: DecodeTile) -> _Room:
-    blocks = _most_blocks(query.get_device(), tile)
+def _empty_room(query: Tensor, blocks: int, tile: DecodeTile) -> _Room:
     size = blocks * 2 * tile.piece_bytes // 4
     pieces = torch.empty(size, dtype=torch.float32, device=query.device)
     return pieces, torch.zeros(blocks, dtype=torch.int32, device=query.device)
 
 
-def _most_blocks(device: int, tile: DecodeTile) -> int:
+def _most_blocks(device: int, tile: DecodeTile, num_kv_heads: int) -> int:
+    """As many for each head."""
     at_once = torch.cuda.get_device_properties(device).multi_processor_count * tile.blocks
-    return at_once * tile.waves
+    return max(1, at_once * tile.waves // num_kv_heads) * num_kv_heads
 
 
 # ---- launching ---------------------------------------------------------------------------------
@@ -284,11 +289,11 @@ def prepare(
     group = num_heads // num_kv_heads
     passes = max(1, math.ceil(group * max_queries / tile.rows))
     num_sequences, table_width = page_tables.shape
-    pairs = num_sequences * num_kv_heads * passes
-    grid = pairs
+    grid = num_sequences * num_kv_heads * passes
     if tile.is_split:
-        most_tiles = pairs * math.ceil(table_width * page_size / tile.keys)
-        grid = max(1, min(_most_blocks(device, tile), most_tiles // tile.warps))
+        most_tiles = num_sequences * passes * math.ceil(table_width * page_size / tile.keys)
+        most_ranges = max(1, most_tiles // tile.warps)
+        grid = min(_most_blocks(device, tile, num_kv_heads), most_ranges * num_kv_heads)
     # In e4m3 two slots a row: the copy engine asks for a row at a time, and memory gives 128 bytes.
     columns = _ROW_BYTES // key_cache.element_size()
     box = (tile.box * HEAD_DIM // columns, columns)
