@@ -178,7 +178,7 @@ def test_the_room_belongs_to_a_stream_or_a_capture(monkeypatch: pytest.MonkeyPat
 WRONG: dict[str, tuple[Callable[[str], str], dict[str, Any]]] = {
     "values that nobody sees": (replacing("if (is_edge) clear(sequence, of_values, key);"), {}),
     "keys that nobody sees": (
-        replacing("if (is_edge) hide(scores, walk, m, key + step * STEP);"),
+        replacing("if (is_edge) hide(scores[m], walk, m, key + step * STEP);"),
         {},
     ),
     "no sink": (replacing("half ? sink.y : sink.x", "-1e30f"), {}),

@@ -35,8 +35,9 @@ constexpr int VECTORS = 4 * HALVES + 1;    // of four floats: what a lane knows 
 constexpr int PIECE_VECTORS = M_TILES * VECTORS;
 constexpr int ROOM_BYTES = PIECE_VECTORS * 32 * 16;
 constexpr bool ROWS_IN_ROOM = M_TILES > 1;     // too many for the registers
-constexpr int STEP = M_TILES > 2 ? 32 : TILE;  // keys whose scores are in registers
-constexpr int STEPS = TILE / STEP;
+// Keys whose scores are in registers. What is loaded of them, and of e4m3 converted, is multiplied
+// with all rows.
+constexpr int STEP = M_TILES == 1 ? TILE : 64 / M_TILES;
 
 constexpr int ROOMS_OFFSET = WARPS * SLOTS * SLOT_BYTES;
 constexpr int FULL_OFFSET = ROOMS_OFFSET + WARPS * ROOM_BYTES;
@@ -127,32 +128,31 @@ struct Walk {
     Sequence sequence;
     int head, pass;  // of the pair
     int begin;       // its tiles [begin, end()) are the block's
-    int turn;        // the warp that takes the first of them
 
     __device__ __forceinline__ bool is_done() const { return unit >= last; }
     __device__ __forceinline__ int end() const {
         return min(sequence.tiles, begin + (last - unit));
     }
+    // The warp that takes the first of them.
+    __device__ __forceinline__ uint32_t turn() const { return static_cast<uint32_t>(unit) % WARPS; }
     __device__ __forceinline__ int first_of(int warp) const {
-        return begin + (warp + WARPS - turn) % WARPS;
+        return begin + (warp + WARPS - turn()) % WARPS;
     }
     __device__ __forceinline__ bool is_whole() const {
         return begin == 0 && end() == sequence.tiles;
     }
     __device__ __forceinline__ int adding_warp() const {
-        return (turn + end() - begin - 1) % WARPS;
+        return (turn() + end() - begin - 1) % WARPS;
     }
     // All others that have tiles of the pair, a bit each.
     __device__ __forceinline__ uint32_t leaving_warps() const {
         const uint32_t those = (1u << min(end() - begin, WARPS)) - 1;
-        const uint32_t turned = (those << turn | those << turn >> WARPS) & ALL_WARPS;
+        const uint32_t turned = (those << turn() | those << turn() >> WARPS) & ALL_WARPS;
         return turned & ~(1u << adding_warp());
     }
 
     __device__ __forceinline__ void next(const Arguments& arguments) {
-        const int tiles = end() - begin;
-        unit += tiles;
-        turn = (turn + tiles) % WARPS;
+        unit += end() - begin;
         begin = 0;
         if (is_done() || ++pass < sequence.passes(arguments)) return;
         pass = 0;
@@ -370,9 +370,10 @@ struct Worker {
     // ---- a pair's rows --------------------------------------------------------------------------
 
     struct Rows {
-        uint32_t query[4][4];  // of the only 16 rows, else they and the sinks are in the room
-        float sink[HALVES];
         float scale;  // of scores, to base 2
+        // Of the only 16 rows, else all this is in the room.
+        uint32_t query[4][4];
+        float sink[HALVES];
         float value_scale;
     };
 
@@ -414,7 +415,7 @@ struct Worker {
         const float* key_scale = arguments.key_scale;
         const float* value_scale = arguments.value_scale;
         rows.scale = arguments.scale * (FP8 && key_scale ? key_scale[walk.head] : 1.f);
-        rows.value_scale = FP8 && value_scale ? value_scale[walk.head] : 1.f;
+        const float of_values = FP8 && value_scale ? value_scale[walk.head] : 1.f;
         uint32_t words[M_TILES][2][4][2] = {};
         float sink[M_TILES][2] = {};
 #pragma unroll
@@ -444,8 +445,10 @@ struct Worker {
                 }
             }
             if constexpr (ROWS_IN_ROOM) {
-                store_float4(room(warp, m * 5 + 4), make_float4(sink[m][0], sink[m][1], 0, 0));
+                store_float4(room(warp, m * 5 + 4),
+                             make_float4(sink[m][0], sink[m][1], of_values, 0));
             } else {
+                rows.value_scale = of_values;
 #pragma unroll
                 for (int half = 0; half < HALVES; ++half) rows.sink[half] = sink[m][half];
             }
@@ -496,43 +499,56 @@ struct Worker {
         return (key % KEYS_OF_ROW * KEY_BYTES + byte) ^ key / KEYS_OF_ROW % 8 * 16;
     }
 
-    __device__ __forceinline__ void multiply_keys(float (&scores)[STEP / 8][4], const Rows& rows,
-                                                  int m, uint32_t keys) const {
-        const int key = FP8 ? lane : lane / 16 * 8 + lane % 8;
+    __device__ __forceinline__ void multiply_keys(float (&scores)[M_TILES][STEP / 8][4],
+                                                  const Rows& rows, uint32_t keys) const {
+        // What four matrices are: so many times 8 keys, by so many times 16 columns.
+        constexpr int KEYS = !FP8 || STEP == 16 ? 2 : 4;
+        constexpr int COLUMNS = FP8 ? 4 / KEYS : 1;
+        const int key = FP8 ? lane % (KEYS * 8) : lane / 16 * 8 + lane % 8;
+        const int byte = (FP8 ? lane / (KEYS * 8) : lane / 8 % 2) * 16;
         const uint32_t from = keys + row_of_key(key);
-        const uint32_t column = column_of_key(key, FP8 ? 0 : lane / 8 % 2 * 16);
+        const uint32_t column = column_of_key(key, byte);
 #pragma unroll
-        for (int n = 0; n < STEP / 8; ++n)
+        for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) scores[n][i] = 0;
+            for (int n = 0; n < STEP / 8; ++n)
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            uint32_t query[4];
-            query_of(rows, m, k, query);
+                for (int i = 0; i < 4; ++i) scores[m][n][i] = 0;
+#pragma unroll
+        for (int k = 0; k < 4; k += COLUMNS) {
+            uint32_t query[COLUMNS][M_TILES][4];
             const uint32_t at = from + (column ^ k * KEY_BYTES / 4);
-            constexpr int AT_ONCE = FP8 ? 4 : 2;  // times 8 keys
 #pragma unroll
-            for (int n = 0; n < STEP / 8; n += AT_ONCE) {
+            for (int n = 0; n < STEP / 8; n += KEYS) {
                 uint32_t words[4];
                 load_matrices(at + n * 8 * KEY_BYTES, words);
 #pragma unroll
-                for (int i = 0; i < AT_ONCE; ++i) {
-                    if constexpr (FP8) {
-                        uint32_t b[2];
-                        to_halves(words[i], b[0], b[1]);
-                        multiply_f16(scores[n + i], query, b);
-                    } else {
-                        const uint32_t b[2] = {words[2 * i], words[2 * i + 1]};
-                        multiply_bf16(scores[n + i], query, b);
+                for (int c = 0; c < COLUMNS; ++c) {
+                    uint32_t b[KEYS][2];
+#pragma unroll
+                    for (int j = 0; j < KEYS; ++j) {
+                        if constexpr (FP8) {
+                            to_halves(words[c * KEYS + j], b[j][0], b[j][1]);
+                        } else {
+                            b[j][0] = words[2 * j];
+                            b[j][1] = words[2 * j + 1];
+                        }
+                    }
+#pragma unroll
+                    for (int m = 0; m < M_TILES; ++m) {
+                        if (n == 0) query_of(rows, m, k + c, query[c][m]);
+#pragma unroll
+                        for (int j = 0; j < KEYS; ++j)
+                            multiply(scores[m][n + j], query[c][m], b[j]);
                     }
                 }
             }
         }
     }
 
-    __device__ __forceinline__ void multiply_values(Sums& sums,
-                                                    const uint32_t (&weights)[STEP / 16][4],
-                                                    uint32_t values) const {
+    __device__ __forceinline__ void multiply_values(
+        Sums (&sums)[M_TILES], const uint32_t (&weights)[M_TILES][STEP / 16][4],
+        uint32_t values) const {
         const uint32_t from = values + row_of_key(lane % 16);
         const uint32_t column = column_of_key(lane % 16, lane / 16 * 16);
 #pragma unroll
@@ -541,24 +557,35 @@ struct Worker {
             for (int pair = 0; pair < KEY_BYTES / 32; ++pair) {
                 uint32_t words[4];
                 load_matrices_transposed(from + k * 16 * KEY_BYTES + (column ^ pair * 32), words);
-                if constexpr (FP8) {
-                    // A word has columns c and c + 1 of two keys. Both keys of the even column make
-                    // one operand, those of the odd one another: see store.
+                // In e4m3 a word has columns c and c + 1 of two keys. Both keys of the even column
+                // make one operand, those of the odd one another: see store.
+                constexpr int N_TILES = FP8 ? 4 : 2;  // of 8 columns
+                uint32_t b[N_TILES][2];
 #pragma unroll
-                    for (int i = 0; i < 2; ++i) {
-                        uint32_t even[2], odd[2];
-                        to_halves(__byte_perm(words[2 * i], 0, 0x3120), even[0], odd[0]);
-                        to_halves(__byte_perm(words[2 * i + 1], 0, 0x3120), even[1], odd[1]);
-                        multiply_f16(sums.values[pair * 4 + i * 2], weights[k], even);
-                        multiply_f16(sums.values[pair * 4 + i * 2 + 1], weights[k], odd);
+                for (int i = 0; i < 2; ++i) {
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        const uint32_t word = words[2 * i + half];
+                        if constexpr (FP8)
+                            to_halves(__byte_perm(word, 0, 0x3120), b[2 * i][half],
+                                      b[2 * i + 1][half]);
+                        else
+                            b[i][half] = word;
                     }
-                } else {
-                    const uint32_t b[2][2] = {{words[0], words[1]}, {words[2], words[3]}};
-                    multiply_bf16(sums.values[pair * 2], weights[k], b[0]);
-                    multiply_bf16(sums.values[pair * 2 + 1], weights[k], b[1]);
                 }
+#pragma unroll
+                for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+                    for (int n = 0; n < N_TILES; ++n)
+                        multiply(sums[m].values[pair * N_TILES + n], weights[m][k], b[n]);
             }
         }
+    }
+
+    __device__ __forceinline__ static void multiply(float (&sums)[4], const uint32_t (&a)[4],
+                                                    const uint32_t (&b)[2]) {
+        if constexpr (FP8) multiply_f16(sums, a, b);
+        else multiply_bf16(sums, a, b);
     }
 
     // What a row does not see has a score of -inf. `key`: the first.
@@ -646,19 +673,19 @@ struct Worker {
                              key < sequence.length - arguments.window;
         const uint32_t of_keys = slot_at(slot), of_values = of_keys + MATRIX_BYTES;
         if (is_edge) clear(sequence, of_values, key);
-#pragma unroll
-        for (int m = 0; m < M_TILES; ++m) {
 #pragma unroll 1  // or the compiler mixes steps, and spills
-            for (int step = 0; step < STEPS; ++step) {
-                const int first = step * STEP * KEY_BYTES;
-                float scores[STEP / 8][4];
-                multiply_keys(scores, rows, m, of_keys + first);
-                if (is_edge) hide(scores, walk, m, key + step * STEP);
-                weigh(scores, sums[m], rows.scale);
-                uint32_t weights[STEP / 16][4];
-                pack(scores, weights);
-                multiply_values(sums[m], weights, of_values + first);
+        for (int step = 0; step < TILE / STEP; ++step) {
+            const int first = step * STEP * KEY_BYTES;
+            float scores[M_TILES][STEP / 8][4];
+            uint32_t weights[M_TILES][STEP / 16][4];
+            multiply_keys(scores, rows, of_keys + first);
+#pragma unroll
+            for (int m = 0; m < M_TILES; ++m) {
+                if (is_edge) hide(scores[m], walk, m, key + step * STEP);
+                weigh(scores[m], sums[m], rows.scale);
+                pack(scores[m], weights[m]);
             }
+            multiply_values(sums, weights, of_values + first);
         }
         if (is_edge) shared_fence();  // the copy engine writes there next
         __syncwarp();                 // all have read
@@ -671,7 +698,7 @@ struct Worker {
                                           const Sums& sums) const {
         float4 sink = {};
         if constexpr (ROWS_IN_ROOM) sink = load_float4(room(warp, m * 5 + 4));
-        else sink = make_float4(rows.sink[0], rows.sink[HALVES - 1], 0, 0);
+        else sink = make_float4(rows.sink[0], rows.sink[HALVES - 1], rows.value_scale, 0);
 #pragma unroll
         for (int half = 0; half < HALVES; ++half) {
             float total = sums.total[half];
@@ -679,7 +706,7 @@ struct Worker {
             total += __shfl_xor_sync(0xFFFFFFFF, total, 2);
             constexpr float LOG2_E = 1.4426950408889634f;
             total += exp2_approx(fmaf(half ? sink.y : sink.x, LOG2_E, -sums.base[half]));
-            const float factor = rows.value_scale * reciprocal_approx(total);
+            const float factor = sink.z * reciprocal_approx(total);
             const int row = row_of(walk, m, half);
             if (!is_row(walk, row)) continue;
             unsigned short* to = arguments.out + place_of(walk, row) + lane % 4 * (FP8 ? 4 : 2);
@@ -846,7 +873,8 @@ struct Worker {
 #pragma unroll
                 for (int m = 0; m < M_TILES; ++m) store(walk, rows, m, sums[m]);
             } else {
-                store_piece(walk, rows, sums, Cut(arguments, total));
+                // At once, else what follows from the total is in registers all the time.
+                store_piece(walk, rows, sums, Cut(arguments, computed_here(total)));
             }
         }
     }
