@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -517,9 +518,15 @@ class OtherExpertsBias:
         return self._kernels.experts(*others, bias.roll(1, 0), **options)
 
 
+no_deep_gemm = pytest.mark.skipif(
+    find_spec("deep_gemm") is None, reason="sgl-deep-gemm is not installed"
+)
+GEMM_MARKS = {"reference": (), "deepgemm": (pytest.mark.gpu, no_deep_gemm)}
+
+
 @pytest.mark.parametrize(
     "gemm",
-    [name if name == "reference" else pytest.param(name, marks=pytest.mark.gpu) for name in GEMMS],
+    [pytest.param(name, marks=GEMM_MARKS.get(name, pytest.mark.gpu)) for name in GEMMS],
 )
 def test_each_product_of_a_model_is_that_of_the_reference(gemm: Gemm):
     device = torch.device("cpu" if gemm == "reference" else "cuda")

@@ -634,7 +634,7 @@ def test_more_heads_than_kernels_number_are_refused() -> None:
 def test_an_operator_refuses_what_its_contract_does(module) -> None:
     tensors = tensors_for_a_check(torch.bfloat16)
     rope = module.rope_and_cache_write
-    with pytest.raises(ValueError, match=r"(qkv|x) must be on a GPU, got cpu"):
+    with pytest.raises(ValueError, match="qkv must be on a GPU, got cpu"):
         rope(**tensors)
     with pytest.raises(ValueError, match=r"qkv must be \[T, \(N \+ 2 KV\) \* 64\]"):
         rope(**tensors | {"qkv": tensors["qkv"][0], "out": None})

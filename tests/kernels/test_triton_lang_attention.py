@@ -289,7 +289,7 @@ def test_one_graph_for_all_lengths(dtype: torch.dtype, window: int | None) -> No
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter takes tensors on the CPU")
 def test_without_a_gpu_the_sentence_says_so() -> None:
     case = make_case([(3, 3)], heads=(8, 1))
-    with pytest.raises(ValueError, match="must be on a GPU, got cpu"):
+    with pytest.raises(ValueError, match="query must be on a GPU, got cpu"):
         case.run(attention)
 
 

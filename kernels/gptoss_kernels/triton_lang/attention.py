@@ -48,7 +48,7 @@ def attention(
     contracts.check_type("out", out, query.dtype, query, "query")
     contracts.check_shape("out", out, shape)
     contracts.check_contiguous("out", out)
-    device.check_device(query)
+    device.check_device(query, "query")
     options = {
         "scale": scale,
         "window": window,

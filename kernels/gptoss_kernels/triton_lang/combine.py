@@ -33,7 +33,7 @@ def combine(
     if out is None:
         out = outputs.new_empty(num_tokens, columns)
     contracts.check_output("out", out, torch.bfloat16, (num_tokens, columns), outputs, "outputs")
-    device.check_device(outputs)
+    device.check_device(outputs, "outputs")
     if num_tokens:
         with device.current(outputs):
             _combine_token[(num_tokens, -(-columns // _COLUMNS_AT_ONCE))](

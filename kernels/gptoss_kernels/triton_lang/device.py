@@ -19,11 +19,11 @@ _COPY_ENGINE_CAPABILITY = (9, 0)
 _LEAST_SHARED_BYTES = 101_376  # of compute capability 8.9
 
 
-def check_device(x: Tensor) -> None:
+def check_device(x: Tensor, name: str = "x") -> None:
     """Raise ValueError, in words, where the kernels would not run on the device of `x`."""
     if INTERPRETED:
         return
-    contracts.check_gpu(x)
+    contracts.check_gpu(x, name)
     capability = _capability(x.device.index)
     if capability < _LEAST_CAPABILITY:
         wanted, got = (f"{major}.{minor}" for major, minor in (_LEAST_CAPABILITY, capability))

@@ -37,7 +37,7 @@ def rms_norm_fp8(
     if out is None:
         out = contracts.empty_quantised(rows, columns, hidden.device)
     contracts.check_quantised(out, (rows, columns), hidden)
-    device.check_device(hidden)
+    device.check_device(hidden, "hidden")
     if rows:
         values, scale = out
         groups = -(-columns // BLOCK)

@@ -52,7 +52,7 @@ def rope_and_cache_write(
     num_tokens, num_heads = qkv.shape[0], qkv.shape[1] // HEAD_DIM - 2 * num_kv_heads
     if out is None:
         out = qkv.new_empty(num_tokens, num_heads, HEAD_DIM)
-    device.check_device(qkv)
+    device.check_device(qkv, "qkv")
     head_lanes = device.lanes_for(num_heads)
     if num_tokens:
         with device.current(qkv):
