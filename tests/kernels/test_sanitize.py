@@ -160,3 +160,13 @@ def test_reports(sanitize: ModuleType) -> None:
         assert not is_fine(report(other, "few_rows_fp8", "racecheck"), twin)
         mixed = sanitize.merged([known, report(other, "few_rows_fp8", "racecheck")])
         assert not is_fine(mixed, twin)
+
+    # Each kernel of an operator; and what is not known is told whole, apart from what is.
+    prefill = race.replace("few_rows_fp8", "attention_prefill_fp8")
+    known = report(prefill, "attention_prefill", "racecheck")
+    assert is_fine(known, report(CLEAN, "attention_prefill" + sanitize.TWIN, "racecheck"))
+    other = "========= Error: Race reported between Write access at attention_prefill+0x10\n" + (
+        "=========     and Read access at attention_prefill+0x20 [1 hazard]\n"
+        "=========     and Write access at attention_prefill+0x30 [1 hazard]\n"
+    )
+    assert report(other + prefill, "attention_prefill", "racecheck").others == other
