@@ -418,6 +418,14 @@ def without_decodes(case: Case) -> Case:
     return replace(case, decodes=NO_DECODES)
 
 
+def rounded_queries(case: Case) -> Case:
+    """The same, of queries as e4m3 times a power of two for each row: as kernels round them."""
+    query = case.query.double()
+    exponent = (query.abs().amax(-1, keepdim=True) / 448).log2().ceil()
+    scale = exponent.clamp(min=-1000).exp2()
+    return replace(case, query=((query / scale).to(E4M3).double() * scale).bfloat16())
+
+
 def compared_cases(
     dtype: torch.dtype, device: str = "cuda", *, seed: int = 0
 ) -> Iterator[tuple[str, Case]]:

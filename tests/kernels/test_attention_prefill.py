@@ -149,7 +149,8 @@ def test_blocks_in_any_number_give_equal_bits() -> None:
 
 @pytest.mark.parametrize("waits_late", [False, True])
 @pytest.mark.parametrize(
-    "line", ["                multiply_keys_again();", "total[0] = total_before[0];"]
+    "line",
+    ["                multiply_keys_again();", "is_raised = raise_references(HIGHEST - SLACK);"],
 )
 def test_bounds_see_an_optimist_who_is_wrong(line: str, waits_late: bool) -> None:
     case = falling_scores(400.0)

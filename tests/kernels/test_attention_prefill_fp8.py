@@ -6,6 +6,7 @@ wrong in one of these, which must show.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +31,7 @@ from .attention_cases import (
     errors,
     exact,
     make_case,
+    rounded_queries,
     without_decodes,
     wrong_twins,
 )
@@ -42,6 +44,16 @@ SEQUENCES = [(300, 290), (0, 0), (130, 129), (1, 1), (70, 0), (257, 40)]
 FP8_BOUNDS = Errors(BF16_BOUNDS.whole, 5e-2)
 # What a query in one e4m3 value costs: 2^-4 / sqrt(3) of each score's parts.
 ONE_TERM_BOUNDS = Errors(4e-2, 0.5)
+# What weights in e4m3 cost: up to 2^-4 of each, 2.65e-2 of them all.
+NARROW_BOUNDS = Errors(3e-2, 8e-2)
+
+
+def narrow(**options: Any) -> PrefillFp8Tile:
+    """Weights in e4m3."""
+    return replace(PrefillFp8Tile(weight_bytes=1, query_terms=1, slack=2), **options)
+
+
+OPTIMISTIC = narrow(is_optimistic=True, slack=4, turns=0, kept_every=2)
 TILES = (
     PrefillFp8Tile(widens_by_shifts=True),
     PrefillFp8Tile(warpgroups=2, turns=1),
@@ -50,6 +62,13 @@ TILES = (
     PrefillFp8Tile(is_optimistic=True),
     PrefillFp8Tile(block=80, has_window=True),
     PrefillFp8Tile(block=64, turns=0, widens_by_shifts=True, has_window=True),
+    OPTIMISTIC,
+    narrow(kept_every=1),
+    narrow(warpgroups=2, turns=1, kept_every=2),
+    narrow(overlaps=False, stages=2, wide_stages=2, kept_every=2),
+    narrow(polynomials=2, is_dynamic=False),
+    narrow(block=96, turns=0, has_window=True),
+    narrow(block=64, turns=0, has_window=True),
 )
 
 
@@ -78,6 +97,13 @@ def check(case: Case, out: Tensor, bounds: Errors = BF16_BOUNDS) -> None:
     assert found.within(bounds), found
 
 
+def check_tile(case: Case, tile: PrefillFp8Tile, bounds: Errors = BF16_BOUNDS) -> None:
+    if tile.weight_bytes == 1:
+        check(rounded_queries(case), run(case, tile), NARROW_BOUNDS)
+    else:
+        check(case, run(case, tile), bounds)
+
+
 # ---- in the emulator ---------------------------------------------------------------------------
 
 
@@ -93,14 +119,14 @@ def test_error_is_that_of_rounding_the_result(window: int | None, seed: int) -> 
 def test_each_way_through_the_kernel(tile: PrefillFp8Tile) -> None:
     case = fp8_case(window=100 if tile.has_window else None)
     with emulated(seed=2, num_multiprocessors=3):
-        check(case, run(case, tile))
+        check_tile(case, tile)
 
 
 def test_where_no_maximum_is_looked_for_sums_that_are_too_large_are_seen() -> None:
     """Scores of up to 2^6, in blocks of keys further and further from the first one."""
     case = fp8_case([(700, 100), (520, 300)], scores="sharp")
     expected, tile = exact(case), PrefillFp8Tile(is_optimistic=True, waits_late=True)
-    never = replacing("!(added < MAXIMUM_SUM)", "added != added")
+    never = replacing("!(largest < MAXIMUM_SUM)", "largest != largest")
     wrong = replacing("^ k % 2 * 32)", "^ k % 3 * 32)")
     with emulated():
         check(case, run(case, tile), FP8_BOUNDS)
@@ -109,11 +135,41 @@ def test_where_no_maximum_is_looked_for_sums_that_are_too_large_are_seen() -> No
             assert not errors(run(case, tile), expected).whole <= 5 * FP8_BOUNDS.whole
 
 
+def test_where_no_maximum_is_looked_for_weights_beyond_e4m3_are_seen() -> None:
+    case = fp8_case([(700, 100), (520, 300)], scores="sharp")
+    expected = exact(rounded_queries(case))
+    never = replacing("!(largest < MAXIMUM_SUM)", "largest != largest")
+    wrong = replacing("^ k % 2 * 32)", "^ 0)")
+    lost = replacing("                put_kept_away();", "")
+    with emulated():
+        found = errors(run(case, OPTIMISTIC), expected)
+    assert found.within(NARROW_BOUNDS), found
+    for change in (never, wrong, lost):
+        with emulated(change=change):
+            assert not errors(run(case, OPTIMISTIC), expected).whole <= 5 * NARROW_BOUNDS.whole
+
+
+def test_sums_of_many_values_of_one_sign_lose_little() -> None:
+    """The tensor cores cut off what products of e4m3 have below some 2^-13 of a sum."""
+    case = fp8_case([(4096, 24)], scores="plain")
+    value = (1 + 0.25 * torch.randn(case.value_cache.shape)) * 64
+    ones = torch.ones_like(case.sinks[:1])
+    case = replace(case, value_cache=value.to(E4M3), value_scale=ones)
+    expected = exact(rounded_queries(case))
+    with emulated():
+        kept, lost = (
+            errors(run(case, narrow(kept_every=every)), expected).whole for every in (2, 0)
+        )
+    assert kept < 1e-2
+    assert lost > 5e-2
+
+
 @pytest.mark.parametrize(("group", "page_size"), [(1, 16), (4, 256), (16, 32)])
 def test_groups_and_pages(group: int, page_size: int) -> None:
     case = fp8_case(heads=(2 * group, 2), page_size=page_size)
     with emulated(seed=group):
         check(case, run(case))
+        check_tile(case, OPTIMISTIC)
 
 
 def test_a_query_of_one_term_costs_what_e4m3_costs() -> None:
@@ -153,12 +209,13 @@ def test_what_is_not_finite_makes_a_row_nan_and_no_other(value: float) -> None:
     case = fp8_case()
     query = case.query.clone()
     query[3, 5, 7] = value
-    with emulated():
-        expected = run(case).view(query.shape)
-        out = run(replace(case, query=query)).view(query.shape)
-    assert bool(out[3, 5].isnan().all())
-    out[3, 5] = expected[3, 5]
-    assert torch.equal(out, expected)
+    for tile in (None, OPTIMISTIC):
+        with emulated():
+            expected = run(case, tile).view(query.shape)
+            out = run(replace(case, query=query), tile).view(query.shape)
+        assert bool(out[3, 5].isnan().all())
+        out[3, 5] = expected[3, 5]
+        assert torch.equal(out, expected)
 
 
 def test_without_scales_they_are_one() -> None:
@@ -185,6 +242,7 @@ def test_small_powers_beside_a_large_one_are_kept() -> None:
     case = replace(case, query=query, key_cache=key.to(E4M3), **scales)
     with emulated():
         check(case, run(case))
+        check(case, run(case, narrow(kept_every=1)))
 
 
 def test_another_type_of_cache_is_refused() -> None:
@@ -223,6 +281,25 @@ UNSAFE = {
 }
 
 
+WRONG_NARROW = {
+    "values of nobody": replacing("own < end", "own < BLOCK_N"),
+    "the last value left out": replacing("own < end", "own + 1 < end"),
+    "keys in another order": replacing("? 0x6420 : 0x7531", "? 0x6240 : 0x7351"),
+    "dimensions exchanged": replacing("(matrix % 2 ^ row / 4)", "(matrix % 2)"),
+    "weights of the other row": replacing(
+        "i % 2 * 2;\n            powers", "2;\n            powers"
+    ),
+    "sums not kept": replacing("kept[i] += sums[i]", "kept[i] = sums[i]"),
+}
+UNSAFE_NARROW = {
+    "transposed without a fence": replacing(
+        "            }\n        }\n        shared_fence();", "            }\n        }\n"
+    ),
+    "transposed into a slot that is read": UNSAFE["widened into a slot that is read"],
+}
+KEEPING = narrow(kept_every=1)
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_kernel_is_seen(name: str) -> None:
     case = fp8_case()
@@ -234,20 +311,44 @@ def test_a_wrong_kernel_is_seen(name: str) -> None:
     ), found
 
 
+@pytest.mark.parametrize("name", WRONG_NARROW)
+def test_a_wrong_kernel_of_narrow_weights_is_seen(name: str) -> None:
+    case = fp8_case()
+    with emulated(change=WRONG_NARROW[name]):
+        out = run(case, KEEPING)
+    found = errors(out, exact(rounded_queries(case)))
+    assert not found.worst_row <= 5 * NARROW_BOUNDS.worst_row, found
+
+
 @pytest.mark.parametrize("name", UNSAFE)
 def test_an_unsafe_kernel_is_seen(name: str) -> None:
-    """By some seed, if not by each: it fails, or it is wrong."""
     case = fp8_case()
-    expected = exact(case)
+    assert is_seen(UNSAFE[name], case, None, exact(case), BF16_BOUNDS)
 
-    def is_seen(seed: int) -> bool:
-        with emulated(seed=seed, change=UNSAFE[name]):
+
+@pytest.mark.parametrize("name", UNSAFE_NARROW)
+def test_an_unsafe_kernel_of_narrow_weights_is_seen(name: str) -> None:
+    case = fp8_case()
+    expected = exact(rounded_queries(case))
+    assert is_seen(UNSAFE_NARROW[name], case, KEEPING, expected, NARROW_BOUNDS)
+
+
+def is_seen(
+    change: Callable[[str], str],
+    case: Case,
+    tile: PrefillTile | None,
+    expected: Tensor,
+    bounds: Errors,
+) -> bool:
+    """By some seed, if not by each: it fails, or it is wrong."""
+    for seed in range(6):
+        with emulated(seed=seed, change=change):
             try:
-                return not errors(run(case), expected).within(BF16_BOUNDS)
+                if not errors(run(case, tile), expected).within(bounds):
+                    return True
             except EmulationError:
                 return True
-
-    assert any(is_seen(seed) for seed in range(6))
+    return False
 
 
 # ---- on a GPU ----------------------------------------------------------------------------------
@@ -265,9 +366,8 @@ def on_gpu(**arguments: Any) -> Case:
 )
 def test_every_tile_on_a_gpu(tile: PrefillFp8Tile) -> None:
     case = on_gpu(window=128 if tile.has_window else None)
-    out = run(case, tile)
-    check(case, out, FP8_BOUNDS)
-    assert torch.equal(run(case, tile), out)
+    check_tile(case, tile, FP8_BOUNDS)
+    assert torch.equal(run(case, tile), run(case, tile))
 
 
 @pytest.mark.gpu

@@ -8,10 +8,11 @@
 // QUERY_SLOTS, keys and values, BLOCK_N at a time, into rings of STAGES slots. It runs ahead of
 // them over the ends of tiles.
 //
-// Softmax is that of powers of two. A row's scores times `scale` are taken relative to an integer
-// `reference`, at most SLACK below their maximum so far: a power is at most 2^SLACK, and sums are
-// rescaled only when a maximum has outgrown the reference by that. The sink joins the sum at the
-// end.
+// Softmax is that of powers of two. A row's scores times `scale` are taken relative to a reference
+// (`offset` is the number that takes them there), so that powers are 2^HIGHEST at most. References
+// move only when a maximum has outgrown them, by SLACK more than it has to be, and then sums are
+// rescaled. They are integers, but where powers become e4m3: there the largest power when they move
+// is 2^(HIGHEST - SLACK), which is not rounded. The sink joins the sum at the end.
 //
 // IS_OPTIMISTIC: where nothing is masked, no maximum is looked for either. Powers are taken
 // relative to the reference as it is, and only if their sum comes out too large does the warp
@@ -25,16 +26,21 @@
 // TURNS: warpgroups hand each other the tensor cores, so that one has its powers computed while the
 // others multiply: not at all (0), when scores are under way (1), or when values are, too (2).
 //
-// Defined by whoever compiles this: CACHE_BYTES (of a value), WARPGROUPS, BLOCK_N, STAGES,
-// WIDE_STAGES (of values that were widened), QUERY_SLOTS, BLOCKS (on a multiprocessor), OVERLAPS,
-// TURNS, POLYNOMIALS (of 8 powers, those on the multiply-add units), SLACK, IS_OPTIMISTIC,
-// WAITS_LATE, HAS_WINDOW, IS_DYNAMIC (tiles go to whichever block is free), COUNTERS, SHARED_BYTES,
-// MATH_REGISTERS, PRODUCER_REGISTERS.
+// KEPT_EVERY: so many blocks of keys are summed by the tensor cores, which keep few bits of a sum
+// of e4m3 products; then these sums are added to others, in fp32. 0: never.
+//
+// Defined by whoever compiles this: CACHE_BYTES (of a value), WEIGHT_BYTES (of a power when it is
+// multiplied), WARPGROUPS, BLOCK_N, STAGES, WIDE_STAGES (of values that were made over),
+// QUERY_SLOTS, BLOCKS (on a multiprocessor), OVERLAPS, TURNS, POLYNOMIALS (of 8 powers, those on
+// the multiply-add units), SLACK, IS_OPTIMISTIC, WAITS_LATE, KEPT_EVERY, HAS_WINDOW, IS_DYNAMIC
+// (tiles go to whichever block is free), COUNTERS, SHARED_BYTES, MATH_REGISTERS,
+// PRODUCER_REGISTERS.
 
 constexpr int D = 64;
 constexpr int ROW_BYTES = D * 2;  // of queries, of results, of values when they are multiplied
 constexpr int CACHE_ROW_BYTES = D * CACHE_BYTES;
-constexpr bool WIDENS = CACHE_BYTES == 1;  // values, on their way from slot to slot
+constexpr bool WIDENS = CACHE_BYTES == 1;  // values are made over, on their way from slot to slot
+constexpr int KEPT = KEPT_EVERY ? D / 2 : 0;  // sums of a thread
 constexpr int ROWS = 64 * WARPGROUPS;
 constexpr int MATH_THREADS = 128 * WARPGROUPS;
 constexpr int THREADS = MATH_THREADS + 128;
@@ -43,19 +49,23 @@ constexpr int HELPERS = WIDENS ? 3 : 1;  // warps
 
 constexpr int QUERY_BYTES = ROWS * ROW_BYTES;
 constexpr int BLOCK_BYTES = BLOCK_N * CACHE_ROW_BYTES;  // of keys, or of values
-constexpr int WIDE_BYTES = BLOCK_N * ROW_BYTES;
+// Of values as they are multiplied: rows of a key each, or in e4m3 of a dimension each.
+constexpr int WIDE_BYTES = WEIGHT_BYTES == 1 ? D * 128 : BLOCK_N * ROW_BYTES;
 
 constexpr int QUERY_OFFSET = 0;
 constexpr int KEY_OFFSET = QUERY_OFFSET + QUERY_SLOTS * QUERY_BYTES;
 constexpr int VALUE_OFFSET = KEY_OFFSET + STAGES * BLOCK_BYTES;
 constexpr int WIDE_OFFSET = WIDENS ? VALUE_OFFSET + STAGES * BLOCK_BYTES : VALUE_OFFSET;
-constexpr int TILE_OFFSET = WIDE_OFFSET + WIDE_STAGES * WIDE_BYTES;
+constexpr int KEPT_OFFSET = WIDE_OFFSET + WIDE_STAGES * WIDE_BYTES;
+constexpr int TILE_OFFSET = KEPT_OFFSET + (IS_OPTIMISTIC ? MATH_THREADS * KEPT * 4 : 0);
 constexpr int BARRIER_OFFSET = TILE_OFFSET + QUERY_SLOTS * 32;
 constexpr int NUM_BARRIERS = 4 * QUERY_SLOTS + 4 * STAGES + (WIDENS ? 2 * WIDE_STAGES : 0);
 static_assert(BARRIER_OFFSET + NUM_BARRIERS * 8 <= SHARED_BYTES, "too little memory");
 static_assert(KEY_OFFSET % 1024 == 0 && BLOCK_BYTES % 1024 == 0 && WIDE_OFFSET % 1024 == 0,
               "a swizzle counts from multiples of 1024 bytes");
 static_assert(BLOCK_N % 16 == 0 && BLOCK_N <= 256, "wgmma multiplies 8 to 256 columns, 16 deep");
+static_assert(WEIGHT_BYTES == 2 || BLOCK_N % 32 == 0 && BLOCK_N <= 128,
+              "wgmma multiplies 32 deep, and a dimension's values have 128 bytes");
 
 // Barriers of slots. Those of queries have two more, without WIDENS: values of their tile are
 // cleared behind the last key that a query sees, and before the first one.
@@ -76,13 +86,14 @@ constexpr int GROUP_BARRIER = TURN_BARRIER + WARPGROUPS;
 
 constexpr uint32_t ALL_LANES = 0xFFFFFFFF;
 constexpr float LOG2_E = 1.44269504f;
-// Of a lane's powers of one row and block, where no maximum is looked for; fp16 ends at 2^16.
-constexpr float MAXIMUM_SUM = WIDENS ? 0x1p15f : 0x1p40f;
+// Of half of a lane's powers of one row and block, where no maximum is looked for: none of them is
+// larger. fp16 ends at 2^16, and e4m3 there.
+constexpr float MAXIMUM_SUM = WEIGHT_BYTES == 1 ? 448 : WIDENS ? 0x1p15f : 0x1p40f;
 // Below every score, and its difference to one is no NaN.
 constexpr float NO_REFERENCE = -1e37f;
-// log2 of the largest power. bf16 has fp32's range; fp16 keeps the most of small powers where the
-// largest are as large as it can hold.
-constexpr int HIGHEST = WIDENS ? 15 : SLACK;
+// log2 of the largest power. bf16 has fp32's range; fp16 and e4m3 keep the most of small powers
+// where the largest are as large as they can hold.
+constexpr int HIGHEST = WEIGHT_BYTES == 1 ? 8 : WIDENS ? 15 : SLACK;
 
 __device__ unsigned int counters[COUNTERS][2];
 
@@ -348,9 +359,11 @@ struct Math {
     // A lane has rows lane / 4 and that + 8 of its warp's 16, and of each 8 columns the two from
     // lane % 4 * 2 on: element 4 i + 2 r + c is row r, column 8 i + c.
     float scores[BLOCK_N / 2];
-    uint32_t powers[BLOCK_N / 16][4];
+    uint32_t powers[BLOCK_N * WEIGHT_BYTES / 32][4];
     float sums[D / 2];
-    float reference[2], total[2], factor[2];
+    float offset[2], total[2], factor[2];
+    float added[4];  // of a block's powers: in even and odd columns, of either row
+    float kept[KEPT + 1];
     float scale[2];  // of scores, as powers of two
 
     const uint32_t shared;
@@ -429,8 +442,9 @@ struct Math {
         }
     }
 
-    // Whether sums have to be multiplied by `factor`, since a row has a new reference.
-    __device__ __forceinline__ bool raise_references() {
+    // Whether sums have to be multiplied by `factor`, since a row has a new reference, as all rows
+    // have that may, where a power would be above 2^limit.
+    __device__ __forceinline__ bool raise_references(float limit = HIGHEST) {
         float largest[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) largest[i] = scores[i];
@@ -438,18 +452,18 @@ struct Math {
         for (int i = 4; i < BLOCK_N / 2; ++i) largest[i % 4] = fmaxf(largest[i % 4], scores[i]);
         largest[0] = fmaxf(largest[0], largest[1]);
         largest[1] = fmaxf(largest[2], largest[3]);
-        const float above = fmaxf(fmaf(largest[0], scale[0], -reference[0]),
-                                  fmaf(largest[1], scale[1], -reference[1]));
-        if (!__any_sync(ALL_LANES, above > HIGHEST)) return false;
+        const float above = fmaxf(fmaf(largest[0], scale[0], offset[0]),
+                                  fmaf(largest[1], scale[1], offset[1]));
+        if (!__any_sync(ALL_LANES, above > limit)) return false;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             float largest_of_row = largest[r];
             largest_of_row = fmaxf(largest_of_row, __shfl_xor_sync(ALL_LANES, largest_of_row, 1));
             largest_of_row = fmaxf(largest_of_row, __shfl_xor_sync(ALL_LANES, largest_of_row, 2));
-            const float least = fmaf(largest_of_row, scale[r], SLACK - HIGHEST);
-            const float raised = fmaxf(reference[r], ceilf(least));
-            factor[r] = exp2_approx(reference[r] - raised);
-            reference[r] = raised;
+            const float most = fmaf(largest_of_row, -scale[r], HIGHEST - SLACK);
+            const float lowered = fminf(offset[r], WEIGHT_BYTES == 1 ? most : floorf(most));
+            factor[r] = exp2_approx(lowered - offset[r]);
+            offset[r] = lowered;
             total[r] *= factor[r];
         }
         return true;
@@ -457,21 +471,25 @@ struct Math {
 
     // Each score becomes its power of two.
     __device__ __forceinline__ void raise_to_powers() {
-        float part[4] = {total[0], 0, total[1], 0};
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 2; ++i) {
-            const float exponent = fmaf(scores[i], scale[i / 2 % 2], -reference[i / 2 % 2]);
+            const float exponent = fmaf(scores[i], scale[i / 2 % 2], offset[i / 2 % 2]);
             scores[i] = i * POLYNOMIALS % 8 < POLYNOMIALS ? exp2_polynomial(exponent)
                                                           : exp2_approx(exponent);
-            part[i % 4] += scores[i];
+            added[i % 4] = i < 4 ? scores[i] : added[i % 4] + scores[i];
         }
-        total[0] = part[0] + part[1];
-        total[1] = part[2] + part[3];
+    }
+
+    __device__ __forceinline__ void add_powers() {
+        total[0] += added[0] + added[1];
+        total[1] += added[2] + added[3];
     }
 
     __device__ __forceinline__ void rescale() {
 #pragma unroll
         for (int i = 0; i < D / 2; ++i) sums[i] *= factor[i / 2 % 2];
+#pragma unroll
+        for (int i = 0; i < KEPT; ++i) kept[i] *= factor[i / 2 % 2];
     }
 
     __device__ __forceinline__ void take_turn() const {
@@ -495,7 +513,6 @@ struct Math {
         wgmma_wait<1>();
         fence_registers(scores);
         bool is_raised = false;
-        const float total_before[2] = {total[0], total[1]};
         if constexpr (!OPTIMISTIC) {
             release_keys();
             mask(block);
@@ -505,21 +522,50 @@ struct Math {
         fence_registers(scores);
         if constexpr (!OPTIMISTIC || !WAITS_LATE) take_values_in();
         if constexpr (OPTIMISTIC) {
-            const float added = fmaxf(total[0] - total_before[0], total[1] - total_before[1]);
-            if (__any_sync(ALL_LANES, !(added < MAXIMUM_SUM))) {
+            const float largest = fmaxf(fmaxf(added[0], added[1]), fmaxf(added[2], added[3]));
+            if (__any_sync(ALL_LANES, !(largest < MAXIMUM_SUM))) {
                 wgmma_wait<0>();  // `powers` are free, which this takes the registers of
                 fence_registers(sums);
-                total[0] = total_before[0];
-                total[1] = total_before[1];
+                put_kept_away();
                 multiply_keys_again();
-                is_raised = raise_references();
+                is_raised = raise_references(HIGHEST - SLACK);
                 raise_to_powers();
                 if (!WAITS_LATE) round_powers();
+                take_kept_back();
             }
             release_keys();
         }
+        add_powers();
         if constexpr (OPTIMISTIC && WAITS_LATE) take_values_in();
         if (is_raised) rescale();
+    }
+
+    // Adds the sums of the blocks behind this one to what is kept, if it is time; whether it was.
+    __device__ __forceinline__ bool keep(int block) {
+        const bool is_time = KEPT_EVERY && block % max(KEPT_EVERY, 1) == 0;
+        if (is_time) {
+#pragma unroll
+            for (int i = 0; i < KEPT; ++i) kept[i] += sums[i];
+        }
+        return is_time;
+    }
+
+    // To shared memory and back, where registers are needed for something else.
+    __device__ __forceinline__ void put_kept_away() const {
+        const uint32_t place = computed_here(shared + KEPT_OFFSET + threadIdx.x * 16);
+#pragma unroll
+        for (int i = 0; i < KEPT; i += 4)
+            store_float4(place + i * (MATH_THREADS * 4),
+                         {kept[i], kept[i + 1], kept[i + 2], kept[i + 3]});
+    }
+
+    __device__ __forceinline__ void take_kept_back() {
+        const uint32_t place = computed_here(shared + KEPT_OFFSET + threadIdx.x * 16);
+#pragma unroll
+        for (int i = 0; i < KEPT; i += 4) {
+            const float4 four = load_float4(place + i * (MATH_THREADS * 4));
+            kept[i] = four.x, kept[i + 1] = four.y, kept[i + 2] = four.z, kept[i + 3] = four.w;
+        }
     }
 
     // The values' product is waited for; the next one's left operand takes its place.
@@ -533,8 +579,10 @@ struct Math {
 
     __device__ __forceinline__ void attend() {
         int block = tile.num_blocks() - 1;
-        reference[0] = reference[1] = NO_REFERENCE;
+        offset[0] = offset[1] = -NO_REFERENCE;
         total[0] = total[1] = 0;
+#pragma unroll
+        for (int i = 0; i < KEPT; ++i) kept[i] = 0;
 
         wait_for_keys();
         multiply_keys();
@@ -544,6 +592,7 @@ struct Math {
         mask(block);
         raise_references();
         raise_to_powers();
+        add_powers();
         round_powers();
         wait_for_values();
         if (!WIDENS) barrier_wait(shared + END_CLEARED + queries.slot * 8, queries.phase);
@@ -552,19 +601,18 @@ struct Math {
             const int first_masked = IS_OPTIMISTIC ? (tile.position + 1) / BLOCK_N : 0;
             while (--block >= first_masked) {
                 attend_to_next<false>(block, accumulate);
-                accumulate = true;
+                accumulate = !keep(block);
             }
             if constexpr (IS_OPTIMISTIC) {
                 for (; block >= 0; --block) {
                     attend_to_next<true>(block, accumulate);
-                    accumulate = true;
+                    accumulate = !keep(block);
                 }
             }
             wait_for_values();
         } else {
             while (--block >= 0) {
                 multiply_values(accumulate);
-                accumulate = true;
                 wgmma_wait<0>();
                 fence_registers(sums);
                 release_values();
@@ -575,7 +623,9 @@ struct Math {
                 release_keys();
                 mask(block);
                 if (raise_references()) rescale();
+                accumulate = !keep(block);
                 raise_to_powers();
+                add_powers();
                 round_powers();
                 wait_for_values();
             }
@@ -586,6 +636,8 @@ struct Math {
         wgmma_wait<0>();
         fence_registers(sums);
         release_values();
+#pragma unroll
+        for (int i = 0; i < KEPT; ++i) sums[i] += kept[i];
     }
 
     // Through the place of the tile's queries, which all four warps have multiplied.
@@ -602,7 +654,7 @@ struct Math {
             sum += __shfl_xor_sync(ALL_LANES, sum, 2);
             const int head = first_head + ((warp_row + lane / 4 + r * 8) & mask);
             const float sink = __ldg(arguments.sinks + head);
-            sum += exp2_approx(fmaf(sink, LOG2_E, -reference[r]));
+            sum += exp2_approx(fmaf(sink, LOG2_E, offset[r]));
             inverse[r] = reciprocal_approx(sum);
             if constexpr (WIDENS) inverse[r] *= tile.value_scale;
         }

@@ -101,6 +101,15 @@ class PrefillTile:
     dtype = torch.bfloat16
 
     @property
+    def widens(self) -> bool:
+        """Values of its cache, to multiply them."""
+        return False
+
+    @property
+    def skips_maxima(self) -> bool:
+        return self.is_optimistic and self.overlaps and not self.has_window
+
+    @property
     def rows(self) -> int:
         return 64 * self.warpgroups
 
@@ -131,6 +140,8 @@ class PrefillTile:
             "WARPGROUPS": self.warpgroups,
             "BLOCK_N": self.block,
             "CACHE_BYTES": self.dtype.itemsize,
+            "WEIGHT_BYTES": 2,
+            "KEPT_EVERY": 0,
             "STAGES": self.stages,
             "WIDE_STAGES": self.stages,
             "QUERY_SLOTS": self.query_slots,
@@ -139,7 +150,7 @@ class PrefillTile:
             "TURNS": self.turns if self.overlaps and self.warpgroups > 1 else 0,
             "POLYNOMIALS": self.polynomials,
             "SLACK": self.slack,
-            "IS_OPTIMISTIC": int(self.is_optimistic and self.overlaps and not self.has_window),
+            "IS_OPTIMISTIC": int(self.skips_maxima),
             "WAITS_LATE": int(self.waits_late),
             "HAS_WINDOW": int(self.has_window),
             "IS_DYNAMIC": int(self.is_dynamic),
@@ -178,35 +189,49 @@ class PrefillTile:
 class PrefillFp8Tile(PrefillTile):
     """The same over caches of e4m3.
 
-    wide_stages: slots for values in fp16; query_terms: e4m3 values for each of a query, 1 or 2;
-    widens_by_shifts: see attention_prefill_fp8.cu.
+    wide_stages: slots for values that were made over; query_terms: e4m3 values for each of a query,
+    1 or 2; widens_by_shifts: see attention_prefill_fp8.cu; weight_bytes: of weights and values when
+    they are multiplied, in fp16 or e4m3; kept_every: blocks of keys that are summed before the sums
+    are added to others, 0: all.
     """
 
     wide_stages: int = 4
     query_terms: int = 2
     widens_by_shifts: bool = False
+    weight_bytes: int = 2
+    kept_every: int = 0
 
     name = "attention_prefill_fp8"
     dtype = torch.float8_e4m3fn
 
     @property
+    def widens(self) -> bool:
+        return self.weight_bytes == 2
+
+    @property
     def shared_bytes(self) -> int:
         queries = self.query_slots * (self.rows * _ROW_BYTES + 32 + 32)
         narrow = 2 * self.stages * (self.block * _HEAD_DIM + 16)
-        return queries + narrow + self.wide_stages * (self.block * _ROW_BYTES + 16)
+        wide = 128 * _HEAD_DIM if self.weight_bytes == 1 else self.block * _ROW_BYTES
+        kept = self.rows * _HEAD_DIM * 4 if self.kept_every and self.skips_maxima else 0
+        return queries + narrow + self.wide_stages * (wide + 16) + kept
 
     @property
     def defines(self) -> dict[str, int]:
         return super().defines | {
             "WIDE_STAGES": self.wide_stages,
             "QUERY_TERMS": self.query_terms,
+            "WEIGHT_BYTES": self.weight_bytes,
+            "KEPT_EVERY": self.kept_every,
             "WIDENS_BY_SHIFTS": int(self.widens_by_shifts),
         }
 
     @property
     def products(self) -> str:
         keys = runtime.wgmma_source(self.block, "e4m3", narrow_b=True)
-        return keys + runtime.wgmma_source(_HEAD_DIM, "f16", a_in_registers=True, transposes_b=True)
+        narrow = runtime.wgmma_source(_HEAD_DIM, "e4m3", a_in_registers=True)
+        wide = runtime.wgmma_source(_HEAD_DIM, "f16", a_in_registers=True, transposes_b=True)
+        return keys + narrow + wide
 
 
 _FULL_TILE = PrefillTile()
@@ -284,9 +309,9 @@ def prepare(
     most_tiles = (num_tokens // tokens + num_sequences) * num_kv_heads
     box_rows = min(page_size, tile.block & -tile.block, tile.box_rows)
     box = (box_rows, _HEAD_DIM)
-    # The tensor cores read swizzled rows: keys, and values that need not be widened.
+    # Swizzled rows, as the tensor cores read them, or matrices are; but not values to be widened.
     row_bytes = _HEAD_DIM * key_cache.itemsize
-    value_swizzle = row_bytes if row_bytes == _ROW_BYTES else 0
+    value_swizzle = 0 if tile.widens else row_bytes
     return runtime.Launch(
         runtime.load(tile.spec, device),
         grid=min(most_tiles, tile.blocks * num_multiprocessors),

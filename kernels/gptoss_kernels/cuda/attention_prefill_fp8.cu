@@ -12,8 +12,15 @@
 // or anything was loaded there, and 0 * NaN is NaN. WIDENS_BY_SHIFTS: by integer instructions, 2^-8
 // times each value; a NaN becomes 480.
 //
-// Powers are rounded to fp16 as well. So a row's reference is 15 - SLACK below where it had to be:
-// powers reach 2^15, and those down to 2^-21 of the largest keep all their bits.
+// WEIGHT_BYTES of 1: powers are rounded to e4m3, and values are multiplied as they are. A wgmma in
+// 8 bits wants its right operand along K, which are keys, so the three warps transpose values
+// instead: rows are dimensions. Of 8 keys x 16 dimensions, ldmatrix gives a lane two keys of two
+// neighbouring dimensions; of two such matrices, 8 keys apart, it makes the keys 2 j, 2 j + 1,
+// 2 j + 8, 2 j + 9 of either dimension (j = lane % 4), which become neighbours. So do a lane's
+// powers of 16 keys, which are of the same four keys, as the left operand.
+//
+// Otherwise powers are rounded to fp16 as well. So a row's reference is 15 - SLACK below where it
+// had to be: powers reach 2^15, and those down to 2^-21 of the largest keep all their bits.
 //
 // Defined by whoever compiles this, beside what attention_prefill.cuh says: WIDE_STAGES (slots for
 // widened values), QUERY_TERMS, WIDENS_BY_SHIFTS.
@@ -79,6 +86,67 @@ struct Widener {
         __syncwarp();
     }
 
+    // The same where values stay narrow: a warp has every third 16 keys x 32 dimensions.
+    template <bool CLEARS>
+    __device__ __forceinline__ void transpose_block(int first, int end) const {
+        constexpr int AT_A_TIME = 2;  // loads under way
+        constexpr int PIECES = BLOCK_N / 8;
+        const int row = lane % 8, matrix = lane / 8;
+        // Matrices of the keys 0 and 8, then of the next 16 dimensions, in rows of 64 bytes.
+        const uint32_t from = shared + VALUE_OFFSET + values.slot * BLOCK_BYTES +
+                              lane % 16 * CACHE_ROW_BYTES + (lane / 16 ^ row / 2) * 16;
+        // Even dimensions, then odd ones, but the other way round in the last four of 8 rows: or
+        // two rows each would lie in the same banks.
+        const int dimension = matrix / 2 * 16 + row * 2 + (matrix % 2 ^ row / 4);
+        const uint32_t to = shared + WIDE_OFFSET + wide.slot * WIDE_BYTES + dimension * 128 +
+                            dimension % 8 * 16;
+        const uint32_t own = lane < 16 ? 0x6420 : 0x7531, other = own ^ 0x1111;
+#pragma unroll
+        for (int start = 0; start < PIECES; start += AT_A_TIME * HELPERS) {
+            uint32_t words[AT_A_TIME][4];
+#pragma unroll
+            for (int i = 0; i < AT_A_TIME; ++i) {
+                const int piece = start + i * HELPERS + warp;
+                if (piece < PIECES)
+                    load_matrices_transposed(
+                        (from ^ piece % 2 * 32) + piece / 2 * 16 * CACHE_ROW_BYTES, words[i]);
+            }
+#pragma unroll
+            for (int i = 0; i < AT_A_TIME; ++i) {
+                const int piece = start + i * HELPERS + warp;
+                if (piece >= PIECES) continue;
+                const uint32_t seen = CLEARS ? seen_keys(piece / 2 * 16, first, end) : ~0u;
+                store_matrices((to ^ piece / 2 * 16) + piece % 2 * 32 * 128,
+                               __byte_perm(words[i][0], words[i][1], own) & seen,
+                               __byte_perm(words[i][0], words[i][1], other) & seen,
+                               __byte_perm(words[i][2], words[i][3], own) & seen,
+                               __byte_perm(words[i][2], words[i][3], other) & seen);
+            }
+        }
+        shared_fence();
+        __syncwarp();
+    }
+
+    // Of the lane's four of 16 keys, the bytes of those that are seen.
+    __device__ __forceinline__ uint32_t seen_keys(int key, int first, int end) const {
+        uint32_t bytes = 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int own = key + lane % 4 * 2 + i / 2 * 8 + i % 2;
+            if (own >= first && own < end) bytes |= 0xFF << 8 * i;
+        }
+        return bytes;
+    }
+
+    __device__ __forceinline__ void make_over(int first, int end) const {
+        if constexpr (WEIGHT_BYTES == 2)
+            widen_block(first, end);
+        else if (first > 0 || end < BLOCK_N)
+            transpose_block<true>(first, end);
+        else
+            transpose_block<false>(first, end);
+    }
+
     __device__ __forceinline__ void arrive(uint32_t barrier, int slot) const {
         if (lane == 0) barrier_arrive(shared + barrier + slot * 8);
     }
@@ -96,7 +164,7 @@ struct Widener {
             for (int block = tile.num_blocks() - 1; block >= 0; --block) {
                 barrier_wait(shared + VALUE_FULL + values.slot * 8, values.phase);
                 barrier_wait(shared + WIDE_EMPTY + wide.slot * 8, wide.phase ^ 1);
-                widen_block(first - block * BLOCK_N, tile.num_keys - block * BLOCK_N);
+                make_over(first - block * BLOCK_N, tile.num_keys - block * BLOCK_N);
                 arrive(WIDE_FULL, wide.slot);
                 arrive(VALUE_EMPTY, values.slot);
                 values.advance();
@@ -188,16 +256,28 @@ __device__ __forceinline__ void Math::multiply_values(bool accumulate) {
     fence_registers(sums);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < BLOCK_N / 16; ++k)  // 16 rows
-        wgmma_f16_registers_transposed<D>(sums, powers[k], value + k * (16 * ROW_BYTES / 16),
-                                          accumulate || k != 0);
+    for (int k = 0; k < BLOCK_N * WEIGHT_BYTES / 32; ++k) {
+        if constexpr (WEIGHT_BYTES == 1)  // 32 bytes along a swizzled row
+            wgmma_e4m3_registers<D>(sums, powers[k], value + 2 * k, accumulate || k != 0);
+        else  // 16 rows
+            wgmma_f16_registers_transposed<D>(sums, powers[k], value + k * (16 * ROW_BYTES / 16),
+                                              accumulate || k != 0);
+    }
     wgmma_commit();
 }
 
 __device__ __forceinline__ void Math::round_powers() {
+    if constexpr (WEIGHT_BYTES == 1) {
 #pragma unroll
-    for (int i = 0; i < BLOCK_N / 4; ++i)
-        powers[i / 4][i % 4] = pack_f16(scores[2 * i], scores[2 * i + 1]);
+        for (int i = 0; i < BLOCK_N / 8; ++i) {  // a row of 16 keys
+            const float* of_row = scores + i / 2 * 8 + i % 2 * 2;
+            powers[i / 4][i % 4] = pack_e4m3(of_row[0], of_row[1], of_row[4], of_row[5]);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 4; ++i)
+            powers[i / 4][i % 4] = pack_f16(scores[2 * i], scores[2 * i + 1]);
+    }
 }
 
 __device__ __forceinline__ void Math::multiply_keys_again() {
