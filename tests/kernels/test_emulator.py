@@ -18,6 +18,7 @@ from torch import Tensor
 from gptoss_kernels import reference
 from gptoss_kernels.contracts import empty_scale
 from gptoss_kernels.cuda import compiler, runtime
+from gptoss_kernels.cuda.attention import attention
 from gptoss_kernels.cuda.combine import combine
 from gptoss_kernels.cuda.compiler import KernelSpec, wgmma_source
 from gptoss_kernels.cuda.dispatch_fp8 import dispatch_fp8
@@ -29,11 +30,13 @@ from gptoss_kernels.cuda.rms_norm_fp8 import rms_norm_fp8
 from gptoss_kernels.cuda.rows import RowLayout
 from gptoss_kernels.testing import norm_error
 
+from . import attention_cases
 from .emulator import CompilationError, EmulationError, emulated, guarded, replacing
 from .expert_products import SWIGLU, dequantised, exact, spread
 
 SEEDS = pytest.mark.parametrize("seed", range(3))
 BOUND = 2e-3  # rounding to bf16 alone costs 1.7e-3
+ATTENTION_BOUND = 3e-3
 SWIGLU_BOUND = 5e-3  # values next to the middle of a step of e4m3 go either way
 
 Change = Callable[[str], str] | None
@@ -98,11 +101,18 @@ def grouped_error(rows: tuple[int, ...], swiglu: bool, seed: int, change: Change
     return norm_error(dequantised(values, scale), dequantised(*expected))
 
 
+def attention_error(sequences: list[tuple[int, int]], seed: int, change: Change = None) -> float:
+    case = attention_cases.make_case(sequences, heads=(16, 2))
+    with emulated(seed, change=change, resident=3):
+        return norm_error(case.run(attention), attention_cases.exact(case))
+
+
 NARROW = LinearTile(24, m_groups=1, k_groups=2)
 BOXES = LinearTile(128, m_groups=1, waves=2, stores_boxes=True)
 SHARED_X = LinearTile(64, m_groups=1, stores_boxes=True, cluster_n=2)
 SHARED_WEIGHT = LinearTile(64, m_groups=1, stores_boxes=True, cluster_m=2)
 FEW, MANY = (1, 0, 9, 2), (70, 0, 9, 20)
+DECODES, PREFILLS = [(1500, 1), (64, 1), (700, 3)], [(300, 200), (129, 9), (330, 150)]
 
 
 @SEEDS
@@ -144,6 +154,12 @@ def test_dispatch(launches: Literal[1, 3, 4], seed: int) -> None:
 @pytest.mark.parametrize("tile", [NARROW, BOXES, SHARED_X, SHARED_WEIGHT], ids=str)
 def test_linear(tile: LinearTile, seed: int) -> None:
     assert linear_error(tile, seed, has_residual=seed != 1) < BOUND
+
+
+@SEEDS
+@pytest.mark.parametrize("sequences", [DECODES, PREFILLS], ids=["decodes", "prefills"])
+def test_attention(sequences: list[tuple[int, int]], seed: int) -> None:
+    assert attention_error(sequences, seed) < ATTENTION_BOUND
 
 
 @SEEDS
@@ -259,6 +275,23 @@ MUTANTS = {
         lambda *given: grouped_error(FEW, False, *given),
         "            __syncwarp();\n            if (lane == 0) barrier_arrive(shared + SUMMED",
         "            if (lane == 0) barrier_arrive(shared + SUMMED",
+    ),
+    "sums are left before all lanes wrote theirs": (
+        lambda *given: attention_error(DECODES, *given),
+        "__syncwarp();\n        if (lane == 0) barrier_arrive(left(",
+        "if (lane == 0) barrier_arrive(left(",
+    ),
+    "sums are taken before all lanes read theirs": (
+        lambda *given: attention_error(DECODES, *given),
+        "            __syncwarp();\n#pragma unroll\n            for (int i = 0; i < AT_ONCE; ++i)\n"
+        "                if (lane == 0 && i < count)",
+        "            for (int i = 0; i < AT_ONCE; ++i)\n"
+        "                if (lane == 0 && i < count)",
+    ),
+    "a prefill's slot is released before all lanes read it": (
+        lambda *given: attention_error(PREFILLS, *given),
+        "__syncwarp();\n        if (lane == 0) barrier_arrive(empty);",
+        "if (lane == 0) barrier_arrive(empty);",
     ),
     "the last but one block quantises": (
         lambda *given: grouped_error(FEW, True, *given),
