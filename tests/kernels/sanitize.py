@@ -12,7 +12,8 @@ does nothing fails. The bound is wide: precision is for the tests beside this fi
 racecheck reports few_rows_fp8 as it is served, where one lane of a warp speaks for all. The same
 kernel where each speaks for itself (sanitized.where_all_lanes_arrive) has a row of its own, and so
 have the kernels of attention. A report of a served one that has nothing but races of stores with
-loads is known if the other's is empty in the same run: what else there may be, that one would show.
+loads is known if the other's is empty in the same run: what else there may be, that one would show,
+but for a lane that speaks too early (test_emulator.py is there for that).
 Exit status 1 if anything else is reported, or a result is wrong.
 """
 
