@@ -267,10 +267,12 @@ def test_served_tiles_are_few_and_fit() -> None:
     tiles = list(served_tiles((8, 2), WINDOWS))
     assert len(tiles) == len(set(tiles)) == 14
     assert all(tile.shared_bytes <= runtime.MAXIMUM_SHARED_BYTES for tile in tiles)
-    # Half of what an H200 needs to have on its way, with 132 multiprocessors, is 64 KB each.
+    # Twice what an H200 needs to have on its way, with 132 multiprocessors, is 64 KB each. With 64
+    # rows multiplying takes longer than reading.
     for tile in tiles:
         slot_bytes = 2 * 64 * HEAD_DIM * (1 if tile.is_fp8 else 2)
-        assert not tile.is_split or tile.warps * (tile.slots - 1) * slot_bytes >= 65_536
+        is_bound_by_reading = tile.is_split and tile.rows < 64
+        assert not is_bound_by_reading or tile.warps * (tile.slots - 1) * slot_bytes >= 65_536
 
 
 def test_bad_input_is_refused() -> None:

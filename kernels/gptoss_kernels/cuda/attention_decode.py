@@ -151,11 +151,12 @@ class DecodeTile:
         return runtime.variant_of(self, f"rows={self.rows}", "rows")
 
 
-# Warps and slots by rows, bf16 and e4m3: at least 64 KB on their way while others are multiplied.
-# Eight warps for e4m3, of which half as many bytes are to be multiplied in the same time.
+# Keys, warps and slots by rows, bf16 and e4m3: at least 64 KB on their way while others are
+# multiplied, but for 64 rows, which are slower to multiply than to read. Eight warps for e4m3, of
+# which half as many bytes are to be multiplied in the same time.
 _SPLIT = {
-    False: {8: (4, 3), 16: (4, 3), 32: (4, 2), 64: (4, 2)},
-    True: {8: (8, 3), 16: (8, 2), 32: (8, 2), 64: (4, 4)},
+    False: {8: (64, 4, 2), 16: (64, 4, 3), 32: (64, 4, 2), 64: (32, 8, 1)},
+    True: {8: (64, 8, 2), 16: (64, 8, 2), 32: (64, 8, 2), 64: (32, 8, 2)},
 }
 
 
@@ -184,8 +185,8 @@ def choose_tile(
         return DecodeTile(
             min(rows, 32), is_fp8, box=_WINDOW_BOX, is_split=False, warps=_WINDOW_WARPS, slots=1
         )
-    warps, slots = _SPLIT[is_fp8][rows]
-    return DecodeTile(rows, is_fp8, box=min(page_size, _TILE_KEYS), warps=warps, slots=slots)
+    keys, warps, slots = _SPLIT[is_fp8][rows]
+    return DecodeTile(rows, is_fp8, keys, box=min(page_size, keys), warps=warps, slots=slots)
 
 
 def served_tiles(
