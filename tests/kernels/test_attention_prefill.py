@@ -32,11 +32,14 @@ FULL_TILES = (
     PrefillTile(overlaps=False, is_dynamic=False),
     PrefillTile(is_optimistic=True),
     PrefillTile(is_optimistic=True, waits_late=True, turns=1),
+    PrefillTile(parts=2),
+    PrefillTile(parts=2, is_optimistic=True, stages=2),
     PrefillTile(warpgroups=2, block=192, stages=3, polynomials=2),
     PrefillTile(warpgroups=1, block=64, stages=2, query_slots=1, blocks=3, polynomials=3),
 )
 WINDOW_TILES = (
     PrefillTile(block=64, stages=8, has_window=True, is_dynamic=False),
+    PrefillTile(parts=2, stages=2, has_window=True),
     PrefillTile(warpgroups=2, block=192, stages=3, has_window=True, overlaps=False),
     PrefillTile(warpgroups=1, block=64, blocks=3, stages=2, has_window=True, polynomials=1),
 )
@@ -150,7 +153,10 @@ def test_blocks_in_any_number_give_equal_bits() -> None:
 @pytest.mark.parametrize("waits_late", [False, True])
 @pytest.mark.parametrize(
     "line",
-    ["                multiply_keys_again();", "is_raised = raise_references(HIGHEST - SLACK);"],
+    [
+        "                multiply_keys_again<0>();",
+        "is_raised = raise_references<0>(HIGHEST - SLACK);",
+    ],
 )
 def test_bounds_see_an_optimist_who_is_wrong(line: str, waits_late: bool) -> None:
     case = falling_scores(400.0)

@@ -54,6 +54,7 @@ def narrow(**options: Any) -> PrefillFp8Tile:
 
 
 OPTIMISTIC = narrow(is_optimistic=True, slack=4, turns=0, kept_every=2)
+HALVES = replace(OPTIMISTIC, parts=2, slack=3)
 TILES = (
     PrefillFp8Tile(widens_by_shifts=True),
     PrefillFp8Tile(warpgroups=2, turns=1),
@@ -63,7 +64,10 @@ TILES = (
     PrefillFp8Tile(block=80, has_window=True),
     PrefillFp8Tile(block=64, turns=0, widens_by_shifts=True, has_window=True),
     OPTIMISTIC,
+    HALVES,
     narrow(kept_every=1),
+    narrow(kept_every=1, parts=2, turns=0),
+    narrow(block=64, parts=2, turns=0, has_window=True),
     narrow(warpgroups=2, turns=1, kept_every=2),
     narrow(overlaps=False, stages=2, wide_stages=2, kept_every=2),
     narrow(polynomials=2, is_dynamic=False),
@@ -135,18 +139,19 @@ def test_where_no_maximum_is_looked_for_sums_that_are_too_large_are_seen() -> No
             assert not errors(run(case, tile), expected).whole <= 5 * FP8_BOUNDS.whole
 
 
-def test_where_no_maximum_is_looked_for_weights_beyond_e4m3_are_seen() -> None:
+@pytest.mark.parametrize("tile", [OPTIMISTIC, HALVES], ids=["blocks", "halves"])
+def test_where_no_maximum_is_looked_for_weights_beyond_e4m3_are_seen(tile: PrefillTile) -> None:
     case = fp8_case([(700, 100), (520, 300)], scores="sharp")
     expected = exact(rounded_queries(case))
     never = replacing("!(largest < MAXIMUM_SUM)", "largest != largest")
     wrong = replacing("^ k % 2 * 32)", "^ 0)")
     lost = replacing("                put_kept_away();", "")
     with emulated():
-        found = errors(run(case, OPTIMISTIC), expected)
+        found = errors(run(case, tile), expected)
     assert found.within(NARROW_BOUNDS), found
     for change in (never, wrong, lost):
         with emulated(change=change):
-            assert not errors(run(case, OPTIMISTIC), expected).whole <= 5 * NARROW_BOUNDS.whole
+            assert not errors(run(case, tile), expected).whole <= 5 * NARROW_BOUNDS.whole
 
 
 def test_sums_of_many_values_of_one_sign_lose_little() -> None:

@@ -23,6 +23,9 @@
 // Keys come from the last to the first, so that the block that the diagonal crosses, and that ends
 // with slots of nobody, is the first one, which is written out. OVERLAPS: scores of the next block
 // are multiplied beside the values of this one, whose sums are waited for after the next powers.
+// PARTS of 2: instead, a block's scores are in two halves of registers. While those of one half
+// become powers, those of the next half, and the values of the half before, are multiplied: so the
+// wait for these comes when they are long done.
 // TURNS: warpgroups hand each other the tensor cores, so that one has its powers computed while the
 // others multiply: not at all (0), when scores are under way (1), or when values are, too (2).
 //
@@ -31,8 +34,8 @@
 //
 // Defined by whoever compiles this: CACHE_BYTES (of a value), WEIGHT_BYTES (of a power when it is
 // multiplied), WARPGROUPS, BLOCK_N, STAGES, WIDE_STAGES (of values that were made over),
-// QUERY_SLOTS, BLOCKS (on a multiprocessor), OVERLAPS, TURNS, POLYNOMIALS (of 8 powers, those on
-// the multiply-add units), SLACK, IS_OPTIMISTIC, WAITS_LATE, KEPT_EVERY, HAS_WINDOW, IS_DYNAMIC
+// QUERY_SLOTS, BLOCKS (on a multiprocessor), OVERLAPS, PARTS, TURNS, POLYNOMIALS (of 8 powers, those
+// on the multiply-add units), SLACK, IS_OPTIMISTIC, WAITS_LATE, KEPT_EVERY, HAS_WINDOW, IS_DYNAMIC
 // (tiles go to whichever block is free), COUNTERS, SHARED_BYTES, MATH_REGISTERS,
 // PRODUCER_REGISTERS.
 
@@ -46,6 +49,8 @@ constexpr int MATH_THREADS = 128 * WARPGROUPS;
 constexpr int THREADS = MATH_THREADS + 128;
 constexpr int MATH_WARPS = MATH_THREADS / 32;
 constexpr int HELPERS = WIDENS ? 3 : 1;  // warps
+
+constexpr int PART_N = BLOCK_N / PARTS;  // keys whose scores are multiplied together
 
 constexpr int QUERY_BYTES = ROWS * ROW_BYTES;
 constexpr int BLOCK_BYTES = BLOCK_N * CACHE_ROW_BYTES;  // of keys, or of values
@@ -63,8 +68,8 @@ constexpr int NUM_BARRIERS = 4 * QUERY_SLOTS + 4 * STAGES + (WIDENS ? 2 * WIDE_S
 static_assert(BARRIER_OFFSET + NUM_BARRIERS * 8 <= SHARED_BYTES, "too little memory");
 static_assert(KEY_OFFSET % 1024 == 0 && BLOCK_BYTES % 1024 == 0 && WIDE_OFFSET % 1024 == 0,
               "a swizzle counts from multiples of 1024 bytes");
-static_assert(BLOCK_N % 16 == 0 && BLOCK_N <= 256, "wgmma multiplies 8 to 256 columns, 16 deep");
-static_assert(WEIGHT_BYTES == 2 || BLOCK_N % 32 == 0 && BLOCK_N <= 128,
+static_assert(PART_N % 16 == 0 && PART_N <= 256, "wgmma multiplies 8 to 256 columns, 16 deep");
+static_assert(WEIGHT_BYTES == 2 || PART_N % 32 == 0 && BLOCK_N <= 128,
               "wgmma multiplies 32 deep, and a dimension's values have 128 bytes");
 
 // Barriers of slots. Those of queries have two more, without WIDENS: values of their tile are
@@ -358,8 +363,8 @@ __device__ __forceinline__ float exp2_polynomial(float x) {
 struct Math {
     // A lane has rows lane / 4 and that + 8 of its warp's 16, and of each 8 columns the two from
     // lane % 4 * 2 on: element 4 i + 2 r + c is row r, column 8 i + c.
-    float scores[BLOCK_N / 2];
-    uint32_t powers[BLOCK_N * WEIGHT_BYTES / 32][4];
+    float scores[PARTS][PART_N / 2];
+    uint32_t powers[PART_N * WEIGHT_BYTES / 32][4];
     float sums[D / 2];
     float offset[2], total[2], factor[2];
     float added[4];  // of a block's powers: in even and odd columns, of either row
@@ -388,10 +393,14 @@ struct Math {
 
     // What each kernel does in its own way. prepare_queries: and sets `scale`.
     __device__ __forceinline__ void prepare_queries();
-    __device__ __forceinline__ void multiply_keys();
+    template <int PART>
+    __device__ __forceinline__ void multiply_keys(int slot);
+    template <int PART>
     __device__ __forceinline__ void round_powers();  // as the left operand of multiply_values
+    template <int PART>
     __device__ __forceinline__ void multiply_values(bool accumulate);
     // This warp's scores once more, by itself.
+    template <int PART>
     __device__ __forceinline__ void multiply_keys_again();
 
     __device__ __forceinline__ void release(uint32_t empty) const {
@@ -425,31 +434,35 @@ struct Math {
     }
 
     // Scores of keys that a row's token does not see become -inf, whatever they are.
+    template <int PART>
     __device__ __forceinline__ void mask(int block) {
-        const int first_key = block * BLOCK_N, column = first_key + lane % 4 * 2;
+        float(&scores)[PART_N / 2] = this->scores[PART];
+        const int first_key = block * BLOCK_N + PART * PART_N, column = first_key + lane % 4 * 2;
         const int row = warp_row + lane / 4;
         const int last[2] = {last_key(row) - column, last_key(row + 8) - column};
         const float hidden = __int_as_float(0xFF800000);
-        if (first_key + BLOCK_N - 1 > last_key(warp_row)) {
+        if (first_key + PART_N - 1 > last_key(warp_row)) {
 #pragma unroll
-            for (int i = 0; i < BLOCK_N / 2; ++i)
+            for (int i = 0; i < PART_N / 2; ++i)
                 if (i / 4 * 8 + i % 2 > last[i / 2 % 2]) scores[i] = hidden;
         }
         if (HAS_WINDOW && first_key <= last_key(warp_row + 15) - arguments.window) {
 #pragma unroll
-            for (int i = 0; i < BLOCK_N / 2; ++i)
+            for (int i = 0; i < PART_N / 2; ++i)
                 if (i / 4 * 8 + i % 2 <= last[i / 2 % 2] - arguments.window) scores[i] = hidden;
         }
     }
 
     // Whether sums have to be multiplied by `factor`, since a row has a new reference, as all rows
     // have that may, where a power would be above 2^limit.
+    template <int PART>
     __device__ __forceinline__ bool raise_references(float limit = HIGHEST) {
+        const float(&scores)[PART_N / 2] = this->scores[PART];
         float largest[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) largest[i] = scores[i];
 #pragma unroll
-        for (int i = 4; i < BLOCK_N / 2; ++i) largest[i % 4] = fmaxf(largest[i % 4], scores[i]);
+        for (int i = 4; i < PART_N / 2; ++i) largest[i % 4] = fmaxf(largest[i % 4], scores[i]);
         largest[0] = fmaxf(largest[0], largest[1]);
         largest[1] = fmaxf(largest[2], largest[3]);
         const float above = fmaxf(fmaf(largest[0], scale[0], offset[0]),
@@ -470,9 +483,11 @@ struct Math {
     }
 
     // Each score becomes its power of two.
+    template <int PART>
     __device__ __forceinline__ void raise_to_powers() {
+        float(&scores)[PART_N / 2] = this->scores[PART];
 #pragma unroll
-        for (int i = 0; i < BLOCK_N / 2; ++i) {
+        for (int i = 0; i < PART_N / 2; ++i) {
             const float exponent = fmaf(scores[i], scale[i / 2 % 2], offset[i / 2 % 2]);
             scores[i] = i * POLYNOMIALS % 8 < POLYNOMIALS ? exp2_polynomial(exponent)
                                                           : exp2_approx(exponent);
@@ -506,20 +521,20 @@ struct Math {
         wait_for_keys();
         wait_for_values();
         take_turn();
-        multiply_keys();
+        multiply_keys<0>(keys.slot);
         if (TURNS == 1) pass_turn();
-        multiply_values(accumulate);
+        multiply_values<0>(accumulate);
         if (TURNS == 2) pass_turn();
         wgmma_wait<1>();
-        fence_registers(scores);
+        fence_registers(scores[0]);
         bool is_raised = false;
         if constexpr (!OPTIMISTIC) {
             release_keys();
-            mask(block);
-            is_raised = raise_references();
+            mask<0>(block);
+            is_raised = raise_references<0>();
         }
-        raise_to_powers();
-        fence_registers(scores);
+        raise_to_powers<0>();
+        fence_registers(scores[0]);
         if constexpr (!OPTIMISTIC || !WAITS_LATE) take_values_in();
         if constexpr (OPTIMISTIC) {
             const float largest = fmaxf(fmaxf(added[0], added[1]), fmaxf(added[2], added[3]));
@@ -527,10 +542,10 @@ struct Math {
                 wgmma_wait<0>();  // `powers` are free, which this takes the registers of
                 fence_registers(sums);
                 put_kept_away();
-                multiply_keys_again();
-                is_raised = raise_references(HIGHEST - SLACK);
-                raise_to_powers();
-                if (!WAITS_LATE) round_powers();
+                multiply_keys_again<0>();
+                is_raised = raise_references<0>(HIGHEST - SLACK);
+                raise_to_powers<0>();
+                if (!WAITS_LATE) round_powers<0>();
                 take_kept_back();
             }
             release_keys();
@@ -571,29 +586,116 @@ struct Math {
     // The values' product is waited for; the next one's left operand takes its place.
     __device__ __forceinline__ void take_values_in() {
         wgmma_wait<0>();
-        fence_registers(scores);
+        fence_registers(scores[0]);
         fence_registers(sums);
         release_values();
-        round_powers();
+        round_powers<0>();
+    }
+
+    // The scores of a part of a block become powers, while those of the next part and the values of
+    // the one before are multiplied; then those of the part after the next and these values.
+    template <int PART, bool OPTIMISTIC, bool IS_LAST = false>
+    __device__ __forceinline__ void attend_to_part(int block, int last_block) {
+        bool is_raised = false;
+        if constexpr (!OPTIMISTIC) {
+            mask<PART>(block);
+            is_raised = raise_references<PART>();
+        }
+        raise_to_powers<PART>();
+        if constexpr (OPTIMISTIC) {
+            const float largest = fmaxf(fmaxf(added[0], added[1]), fmaxf(added[2], added[3]));
+            if (__any_sync(ALL_LANES, !(largest < MAXIMUM_SUM))) {
+                put_kept_away();
+                multiply_keys_again<PART>();
+                is_raised = raise_references<PART>(HIGHEST - SLACK);
+                raise_to_powers<PART>();
+                take_kept_back();
+            }
+        }
+        add_powers();
+        fence_registers(scores[PART]);
+        wgmma_wait<0>();
+        fence_registers(scores[0]);
+        fence_registers(scores[1]);
+        fence_registers(sums);
+        if (is_raised) rescale();
+        bool accumulate = true;
+        if constexpr (PART == 1) {
+            accumulate = block != last_block;
+            if (accumulate) {
+                release_values();
+                accumulate = !keep(block);
+            }
+        }
+        round_powers<PART>();
+        Ring<STAGES> next = keys;
+        next.advance();
+        if (PART == 0) release_keys();
+        if constexpr (!IS_LAST) {
+            if (PART == 1) barrier_wait(shared + KEY_FULL + next.slot * 8, next.phase);
+            multiply_keys<PART>(next.slot);
+        }
+        if constexpr (PART == 1) {
+            wait_for_values();
+            if (!WIDENS && block == last_block)
+                barrier_wait(shared + END_CLEARED + queries.slot * 8, queries.phase);
+            if (!WIDENS && HAS_WINDOW && block == 0)
+                barrier_wait(shared + START_CLEARED + queries.slot * 8, queries.phase);
+        }
+        multiply_values<PART>(accumulate);
+    }
+
+    __device__ __forceinline__ void attend_in_parts() {
+        const int last_block = tile.num_blocks() - 1;
+        wait_for_keys();
+        multiply_keys<1>(keys.slot);
+        multiply_keys<0>(keys.slot);
+        wgmma_wait<1>();
+        fence_registers(scores[1]);
+        const int first_masked = IS_OPTIMISTIC ? min((tile.position + 1) / BLOCK_N, last_block) : 0;
+        int block = last_block;
+        for (; block >= max(first_masked, 1); --block) {
+            attend_to_part<1, false>(block, last_block);
+            attend_to_part<0, false>(block, last_block);
+        }
+        if constexpr (IS_OPTIMISTIC) {
+            for (; block >= 1; --block) {
+                attend_to_part<1, true>(block, last_block);
+                attend_to_part<0, true>(block, last_block);
+            }
+        }
+        attend_to_part<1, false, true>(0, last_block);
+        attend_to_part<0, false, true>(0, last_block);
+        wgmma_wait<0>();
+        fence_registers(sums);
+        release_values();
     }
 
     __device__ __forceinline__ void attend() {
-        int block = tile.num_blocks() - 1;
         offset[0] = offset[1] = -NO_REFERENCE;
         total[0] = total[1] = 0;
 #pragma unroll
         for (int i = 0; i < KEPT; ++i) kept[i] = 0;
+        if constexpr (PARTS == 2)
+            attend_in_parts();
+        else
+            attend_to_blocks();
+#pragma unroll
+        for (int i = 0; i < KEPT; ++i) sums[i] += kept[i];
+    }
 
+    __device__ __forceinline__ void attend_to_blocks() {
+        int block = tile.num_blocks() - 1;
         wait_for_keys();
-        multiply_keys();
+        multiply_keys<0>(keys.slot);
         wgmma_wait<0>();
-        fence_registers(scores);
+        fence_registers(scores[0]);
         release_keys();
-        mask(block);
-        raise_references();
-        raise_to_powers();
+        mask<0>(block);
+        raise_references<0>();
+        raise_to_powers<0>();
         add_powers();
-        round_powers();
+        round_powers<0>();
         wait_for_values();
         if (!WIDENS) barrier_wait(shared + END_CLEARED + queries.slot * 8, queries.phase);
         bool accumulate = false;
@@ -612,32 +714,30 @@ struct Math {
             wait_for_values();
         } else {
             while (--block >= 0) {
-                multiply_values(accumulate);
+                multiply_values<0>(accumulate);
                 wgmma_wait<0>();
                 fence_registers(sums);
                 release_values();
                 wait_for_keys();
-                multiply_keys();
+                multiply_keys<0>(keys.slot);
                 wgmma_wait<0>();
-                fence_registers(scores);
+                fence_registers(scores[0]);
                 release_keys();
-                mask(block);
-                if (raise_references()) rescale();
+                mask<0>(block);
+                if (raise_references<0>()) rescale();
                 accumulate = !keep(block);
-                raise_to_powers();
+                raise_to_powers<0>();
                 add_powers();
-                round_powers();
+                round_powers<0>();
                 wait_for_values();
             }
         }
         if (!WIDENS && HAS_WINDOW)
             barrier_wait(shared + START_CLEARED + queries.slot * 8, queries.phase);
-        multiply_values(accumulate);
+        multiply_values<0>(accumulate);
         wgmma_wait<0>();
         fence_registers(sums);
         release_values();
-#pragma unroll
-        for (int i = 0; i < KEPT; ++i) sums[i] += kept[i];
     }
 
     // Through the place of the tile's queries, which all four warps have multiplied.

@@ -75,7 +75,8 @@ class PrefillTile:
     is compiled for.
 
     warpgroups: of 64 rows; block: keys at a time; stages: slots for keys and for values; blocks:
-    on a multiprocessor; overlaps, turns, is_optimistic, waits_late: see attention_prefill.cuh;
+    on a multiprocessor; overlaps, turns, parts, is_optimistic, waits_late: see
+    attention_prefill.cuh;
     polynomials: of 8 exponentials, those that the multiply-add units compute; slack: log2 of how
     far a maximum may outgrow what its row is scaled by; is_dynamic: tiles go to whichever block is
     free; box_rows: the most keys that one copy brings, and with a window what the first one is a
@@ -91,6 +92,7 @@ class PrefillTile:
     turns: int = 2
     polynomials: int = 0
     slack: int = 8
+    parts: int = 1
     is_optimistic: bool = False
     waits_late: bool = False
     has_window: bool = False
@@ -104,6 +106,10 @@ class PrefillTile:
     def widens(self) -> bool:
         """Values of its cache, to multiply them."""
         return False
+
+    @property
+    def takes_turns(self) -> bool:
+        return self.overlaps and self.parts == 1 and self.warpgroups > 1
 
     @property
     def skips_maxima(self) -> bool:
@@ -142,12 +148,13 @@ class PrefillTile:
             "CACHE_BYTES": self.dtype.itemsize,
             "WEIGHT_BYTES": 2,
             "KEPT_EVERY": 0,
+            "PARTS": self.parts,
             "STAGES": self.stages,
             "WIDE_STAGES": self.stages,
             "QUERY_SLOTS": self.query_slots,
             "BLOCKS": self.blocks,
             "OVERLAPS": int(self.overlaps),
-            "TURNS": self.turns if self.overlaps and self.warpgroups > 1 else 0,
+            "TURNS": self.turns if self.takes_turns else 0,
             "POLYNOMIALS": self.polynomials,
             "SLACK": self.slack,
             "IS_OPTIMISTIC": int(self.skips_maxima),
@@ -163,7 +170,7 @@ class PrefillTile:
     @property
     def products(self) -> str:
         """Of queries and keys, of weights and values."""
-        keys = runtime.wgmma_source(self.block, "bf16")
+        keys = runtime.wgmma_source(self.block // self.parts, "bf16")
         return keys + runtime.wgmma_source(
             _HEAD_DIM, "bf16", a_in_registers=True, transposes_b=True
         )
@@ -228,7 +235,7 @@ class PrefillFp8Tile(PrefillTile):
 
     @property
     def products(self) -> str:
-        keys = runtime.wgmma_source(self.block, "e4m3", narrow_b=True)
+        keys = runtime.wgmma_source(self.block // self.parts, "e4m3", narrow_b=True)
         narrow = runtime.wgmma_source(_HEAD_DIM, "e4m3", a_in_registers=True)
         wide = runtime.wgmma_source(_HEAD_DIM, "f16", a_in_registers=True, transposes_b=True)
         return keys + narrow + wide

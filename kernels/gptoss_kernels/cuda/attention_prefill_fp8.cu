@@ -239,24 +239,29 @@ __device__ __forceinline__ void Math::prepare_queries() {
     named_sync(GROUP_BARRIER + group, 128);
 }
 
-__device__ __forceinline__ void Math::multiply_keys() {
+template <int PART>
+__device__ __forceinline__ void Math::multiply_keys(int slot) {
+    float(&scores)[PART_N / 2] = this->scores[PART];
     const uint32_t query = query_descriptor + queries.slot * (QUERY_BYTES / 16);
-    const uint32_t key = key_descriptor + keys.slot * (BLOCK_BYTES / 16);
+    const uint32_t key = key_descriptor + slot * (BLOCK_BYTES / 16) +
+                         PART * (PART_N * CACHE_ROW_BYTES / 16);
     fence_registers(scores);
     wgmma_fence();
 #pragma unroll
     for (int k = 2 * QUERY_TERMS - 1; k >= 0; --k)  // 32 bytes along a swizzled row
-        wgmma_e4m3_narrow<BLOCK_N>(scores, query + 2 * k, key + 2 * (k % 2),
+        wgmma_e4m3_narrow<PART_N>(scores, query + 2 * k, key + 2 * (k % 2),
                                    k != 2 * QUERY_TERMS - 1);
     wgmma_commit();
 }
 
+template <int PART>
 __device__ __forceinline__ void Math::multiply_values(bool accumulate) {
-    const uint32_t value = value_descriptor + values.slot * (WIDE_BYTES / 16);
+    const uint32_t value = value_descriptor + values.slot * (WIDE_BYTES / 16) +
+                           PART * PART_N * (WEIGHT_BYTES == 1 ? 1 : ROW_BYTES) / 16;
     fence_registers(sums);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < BLOCK_N * WEIGHT_BYTES / 32; ++k) {
+    for (int k = 0; k < PART_N * WEIGHT_BYTES / 32; ++k) {
         if constexpr (WEIGHT_BYTES == 1)  // 32 bytes along a swizzled row
             wgmma_e4m3_registers<D>(sums, powers[k], value + 2 * k, accumulate || k != 0);
         else  // 16 rows
@@ -266,29 +271,33 @@ __device__ __forceinline__ void Math::multiply_values(bool accumulate) {
     wgmma_commit();
 }
 
+template <int PART>
 __device__ __forceinline__ void Math::round_powers() {
+    const float(&scores)[PART_N / 2] = this->scores[PART];
     if constexpr (WEIGHT_BYTES == 1) {
 #pragma unroll
-        for (int i = 0; i < BLOCK_N / 8; ++i) {  // a row of 16 keys
+        for (int i = 0; i < PART_N / 8; ++i) {  // a row of 16 keys
             const float* of_row = scores + i / 2 * 8 + i % 2 * 2;
             powers[i / 4][i % 4] = pack_e4m3(of_row[0], of_row[1], of_row[4], of_row[5]);
         }
     } else {
 #pragma unroll
-        for (int i = 0; i < BLOCK_N / 4; ++i)
+        for (int i = 0; i < PART_N / 4; ++i)
             powers[i / 4][i % 4] = pack_f16(scores[2 * i], scores[2 * i + 1]);
     }
 }
 
+template <int PART>
 __device__ __forceinline__ void Math::multiply_keys_again() {
+    float(&scores)[PART_N / 2] = this->scores[PART];
     // Of a row the first or the second 16 bytes, swizzled as the copy engine does it.
     const uint32_t query = shared + QUERY_OFFSET + queries.slot * QUERY_BYTES +
                            (warp_row + lane % 16) * ROW_BYTES + (lane / 16 ^ lane % 8) * 16;
     const uint32_t key = shared + KEY_OFFSET + keys.slot * BLOCK_BYTES +
-                         (lane / 16 * 8 + lane % 8) * CACHE_ROW_BYTES +
+                         PART * PART_N * CACHE_ROW_BYTES + (lane / 16 * 8 + lane % 8) * CACHE_ROW_BYTES +
                          (lane / 8 % 2 ^ lane % 8 / 2) * 16;
 #pragma unroll
-    for (int i = 0; i < BLOCK_N / 16; ++i) {
+    for (int i = 0; i < PART_N / 16; ++i) {
         float part[2][4] = {};
 #pragma unroll 1  // or registers do not suffice
         for (int k = 2 * QUERY_TERMS - 1; k >= 0; --k) {
