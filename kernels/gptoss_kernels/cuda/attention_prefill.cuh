@@ -34,9 +34,9 @@
 //
 // Defined by whoever compiles this: CACHE_BYTES (of a value), WEIGHT_BYTES (of a power when it is
 // multiplied), WARPGROUPS, BLOCK_N, STAGES, WIDE_STAGES (of values that were made over),
-// QUERY_SLOTS, BLOCKS (on a multiprocessor), OVERLAPS, PARTS, TURNS, POLYNOMIALS (of 8 powers, those
-// on the multiply-add units), SLACK, IS_OPTIMISTIC, WAITS_LATE, KEPT_EVERY, HAS_WINDOW, IS_DYNAMIC
-// (tiles go to whichever block is free), COUNTERS, SHARED_BYTES, MATH_REGISTERS,
+// QUERY_SLOTS, BLOCKS (on a multiprocessor), OVERLAPS, PARTS, TURNS, POLYNOMIALS (of 8 powers,
+// those on the multiply-add units), SLACK, IS_OPTIMISTIC, WAITS_LATE, KEPT_EVERY, HAS_WINDOW,
+// IS_DYNAMIC (tiles go to whichever block is free), COUNTERS, SHARED_BYTES, MATH_REGISTERS,
 // PRODUCER_REGISTERS.
 
 constexpr int D = 64;

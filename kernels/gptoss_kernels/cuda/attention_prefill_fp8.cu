@@ -294,7 +294,7 @@ __device__ __forceinline__ void Math::multiply_keys_again() {
     const uint32_t query = shared + QUERY_OFFSET + queries.slot * QUERY_BYTES +
                            (warp_row + lane % 16) * ROW_BYTES + (lane / 16 ^ lane % 8) * 16;
     const uint32_t key = shared + KEY_OFFSET + keys.slot * BLOCK_BYTES +
-                         PART * PART_N * CACHE_ROW_BYTES + (lane / 16 * 8 + lane % 8) * CACHE_ROW_BYTES +
+                         (PART * PART_N + lane / 16 * 8 + lane % 8) * CACHE_ROW_BYTES +
                          (lane / 8 % 2 ^ lane % 8 / 2) * 16;
 #pragma unroll
     for (int i = 0; i < PART_N / 16; ++i) {
