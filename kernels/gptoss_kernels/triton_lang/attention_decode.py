@@ -54,10 +54,10 @@ class Split(NamedTuple):
     shares: int = 2
 
 
-def choose_split(rows: int, *, is_fp8: bool) -> Split:
-    # Of one warp's programs more fit where the ring is short.
-    stages = 2 if rows == _LEAST_ROWS and not is_fp8 else 3
-    return Split(64, stages, warps=rows // _LEAST_ROWS)
+def choose_split(rows: int) -> Split:
+    if rows == _LEAST_ROWS:  # of one warp's programs more fit where the ring is short
+        return Split(64, stages=2, programs=6, shares=3)
+    return Split(64, warps=rows // _LEAST_ROWS)
 
 
 def attention_decode(
@@ -83,11 +83,10 @@ def attention_decode(
     num_sequences, most_pages = page_tables.shape
     group = num_heads // num_kv_heads
     rows = max(_LEAST_ROWS, device.lanes_for(max_queries) * group)
-    is_fp8 = value_cache.dtype == torch.float8_e4m3fn
-    if is_fp8 and rows < _WARPGROUP_ROWS:
+    if value_cache.dtype == torch.float8_e4m3fn and rows < _WARPGROUP_ROWS:
         value_cache = value_cache.view(torch.uint16)  # see _add_tiles
     if split is None:
-        split = choose_split(rows, is_fp8=is_fp8)
+        split = choose_split(rows)
     if window is None:
         num_shares = -(-split.programs * device.num_multiprocessors(query) // num_kv_heads)
         num_shares = max(num_shares, split.shares * num_sequences)

@@ -59,7 +59,7 @@ def choose_tile(window: int | None, *, is_fp8: bool) -> Tile:
     # have the least of keys that a row does not see.
     if window is None:
         return Tile(64, 64, boxes=2, registers=168 if is_fp8 else None)
-    return Tile(64, 64) if is_fp8 else Tile(64, 32, stages=3)
+    return Tile(64, 32, stages=3)
 
 
 def attention_prefill(
