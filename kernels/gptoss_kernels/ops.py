@@ -70,6 +70,10 @@ class AttentionOperators(Protocol):
     launched, and tells the host nothing: lengths and pages stay on the device, so that a CUDA graph
     with these operators serves any lengths that its page tables have room for. FlashInfer alone
     plans its prefills on the host.
+
+    All run on the current stream, one after the other, but a launch may begin while the one just
+    before it still runs (programmatic dependent launch). That one must not write `query_start`,
+    `seq_lens`, `page_tables` or `sinks`, which attention reads at once, though one before it may.
     """
 
     def rope_and_cache_write(

@@ -463,14 +463,8 @@ class DecodeWhereAllArrive(decode.DecodeTile):
                     "if (lane == 0 && i < count) barrier_arrive(taken",
                     "if (i < count) barrier_arrive(taken",
                 ),
-                (
-                    "LEFT_OFFSET + (warp * WARPS + other) * 8, 1);",
-                    "LEFT_OFFSET + (warp * WARPS + other) * 8, 32);",
-                ),
-                (
-                    "TAKEN_OFFSET + (warp * WARPS + other) * 8, 1);",
-                    "TAKEN_OFFSET + (warp * WARPS + other) * 8, 32);",
-                ),
+                ("barrier_init(left(warp, other), 1);", "barrier_init(left(warp, other), 32);"),
+                ("barrier_init(taken(warp, other), 1);", "barrier_init(taken(warp, other), 32);"),
             ),
         )
 
@@ -499,7 +493,7 @@ def decode_calls(tile_class: type[decode.DecodeTile]) -> Iterator[Call]:
         sorted(shapes), range(1, MAXIMUM_DECODE_QUERIES + 1), (False, True)
     ):
         for seen in (None, window):
-            served = decode.choose_tile(group, queries, page_size=64, window=seen, is_fp8=is_fp8)
+            served = decode.choose_tile(group, queries, window=seen, is_fp8=is_fp8)
             reached.setdefault(tile_class(**vars(served)), (group, queries, seen))
     for tile, options in reached.items():
         yield Call((tile.spec,), partial(error, tile, *options))

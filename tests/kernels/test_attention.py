@@ -136,7 +136,7 @@ FLASHINFER_E4M3_BOUNDS = Errors(6e-2, 0.5)
 CUDA_E4M3_BOUNDS = Errors(3e-3, 5e-2)
 CUDA_E4M3_BOUNDS_OF_LARGE_SCORES = Errors(5e-3, 2.0)
 # By the kernel just before, whose end attention has to wait for.
-WRITTEN_BEFORE = (*("query", "key_cache", "value_cache", "query_start", "seq_lens", "page_tables"),)
+WRITTEN_BEFORE = ("query", "key_cache", "value_cache")
 
 
 @dataclass(frozen=True)

@@ -116,9 +116,9 @@ def test_pages(page_size: int, dtype: str, window: int | None) -> None:
         check(case, run(case))
 
 
-@pytest.mark.parametrize("window", [1, 64, 170, 171])
+@pytest.mark.parametrize("window", [1, 64, 178, 179])
 def test_windows(window: int) -> None:
-    """Up to 170 keys fit into a block's three tiles with the queries; more are cut as all keys."""
+    """Up to 178 keys fit into a block's three tiles with the queries; more are cut as all keys."""
     case = make_case([*QUERIES, (900, 1), (1100, 4)], heads=(8, 1), window=window)
     with emulated(seed=window):
         check(case, run(case))
@@ -178,9 +178,16 @@ def test_the_room_belongs_to_a_stream_or_a_capture(monkeypatch: pytest.MonkeyPat
 WRONG: dict[str, tuple[Callable[[str], str], dict[str, Any]]] = {
     "values that nobody sees": (replacing("if (is_edge) clear(sequence, of_values, key);"), {}),
     "keys that nobody sees": (
-        replacing("if (is_edge) hide(scores[m], walk, m, key + step * STEP);"),
+        replacing("if (is_edge) hide(scores[m], walk, m, key + first_of_keys(block));"),
         {},
     ),
+    "keys in another order": (replacing("i % UNITS * UNIT + i / UNITS;", "i;"), {}),
+    "a unit too few": (replacing("(keys + UNIT - 1) / UNIT", "keys / UNIT"), {}),
+    "pages of a unit's neighbour": (
+        replacing("__shfl_sync(0xFFFFFFFF, row, i)", "__shfl_sync(0xFFFFFFFF, row, i & ~1)"),
+        {},
+    ),
+    "what the kernels before write": (replacing("wait_for_previous_kernels();"), {}),
     "no sink": (replacing("half ? sink.y : sink.x", "-1e30f"), {}),
     "no other warps": (replacing("add_up(sums, exchange, walk.leaving_warps());"), {}),
     "a room that is not free": (
@@ -222,7 +229,8 @@ def test_a_wrong_kernel_shows(name: str) -> None:
     case = make_case(sequences, heads=(16, 2), **arguments)
     expected = exact(case)
     for seed in range(6):
-        with emulated(seed, num_multiprocessors=4, resident=3, change=change):
+        late = [case.query, case.key_cache, case.value_cache]
+        with emulated(seed, num_multiprocessors=4, resident=3, change=change, late=late):
             try:
                 for _ in range(2):
                     if not errors(run(case), expected).within(BF16_BOUNDS):
@@ -249,18 +257,12 @@ def test_a_wrong_kernel_shows(name: str) -> None:
     ],
 )
 def test_rows_are_as_many_as_there_are(group: int, queries: int, rows: int) -> None:
-    tile = choose_tile(group, queries, page_size=64, window=None, is_fp8=False)
+    tile = choose_tile(group, queries, window=None, is_fp8=False)
     assert tile.rows == rows
     assert tile.is_split
-    of_window = choose_tile(group, queries, page_size=64, window=128, is_fp8=False)
+    of_window = choose_tile(group, queries, window=128, is_fp8=False)
     assert of_window.rows == min(rows, 32)
     assert not of_window.is_split
-
-
-def test_boxes_are_no_larger_than_a_page() -> None:
-    for page_size, box in ((16, 16), (32, 32), (64, 64), (256, 64)):
-        assert choose_tile(8, 1, page_size=page_size, window=None, is_fp8=True).box == box
-        assert choose_tile(8, 1, page_size=page_size, window=128, is_fp8=True).box == 16
 
 
 def test_served_tiles_are_few_and_fit() -> None:
@@ -268,11 +270,14 @@ def test_served_tiles_are_few_and_fit() -> None:
     assert len(tiles) == len(set(tiles)) == 14
     assert all(tile.shared_bytes <= runtime.MAXIMUM_SHARED_BYTES for tile in tiles)
     # Twice what an H200 needs to have on its way, with 132 multiprocessors, is 64 KB each. With 64
-    # rows multiplying takes longer than reading.
+    # rows multiplying takes longer than reading, and with 8 over e4m3 so much less that few tiles
+    # are being multiplied at a time.
     for tile in tiles:
         slot_bytes = 2 * 64 * HEAD_DIM * (1 if tile.is_fp8 else 2)
+        multiplied = 0 if tile.is_fp8 and tile.rows == 8 else 1
         is_bound_by_reading = tile.is_split and tile.rows < 64
-        assert not is_bound_by_reading or tile.warps * (tile.slots - 1) * slot_bytes >= 65_536
+        on_the_way = tile.warps * (tile.slots - multiplied) * slot_bytes
+        assert not is_bound_by_reading or on_the_way >= 65_536
 
 
 def test_bad_input_is_refused() -> None:
@@ -281,7 +286,7 @@ def test_bad_input_is_refused() -> None:
     with emulated():
         with pytest.raises(ValueError, match="scale must be above 0, got 0"):
             run(replace(case, scale=0.0))
-        with pytest.raises(ValueError, match=r"is not for torch\.bfloat16 in pages of 64"):
+        with pytest.raises(ValueError, match=r"is not for torch\.bfloat16"):
             run(case, fp8)
         with pytest.raises(ValueError, match="seq_lens must be"):
             run(replace(case, seq_lens=case.seq_lens.long()))

@@ -1,10 +1,11 @@
 // Attention of few queries a sequence over the paged cache, as fast as memory gives what is read.
 //
 // A pair is a sequence with one key-value head; its rows are all query heads of that head times the
-// sequence's queries. A tile is TILE keys with their values, of one pair: contiguous in the cache,
-// or so many boxes of BOX slots. Each warp streams tiles through a ring of SLOTS of its own, where
-// nobody else writes, so that no warp waits for another while there are tiles. It multiplies its
-// pair's rows, the left operand, with the keys, and their weights, in registers, with the values.
+// sequence's queries. A tile is TILE keys with their values, of one pair: so many units of UNIT
+// keys, each contiguous in the cache. Each warp streams tiles through a ring of SLOTS of its own,
+// where nobody else writes, so that no warp waits for another while there are tiles. It multiplies
+// its pair's rows, the left operand, with the keys, and their weights, in registers, with the
+// values.
 //
 // SPLIT = 1: a block has one key-value head. The tiles of all pairs of a head, one after the other,
 // are cut into as many equal ranges as there are blocks for it. Neighbouring blocks have the heads
@@ -19,14 +20,20 @@
 //
 // Where a pair has more than ROWS rows they are as many pairs, which read the same keys.
 //
-// Defined by whoever compiles this: FP8, ROWS (8, 16, 32 or 64), TILE (32 or 64), BOX, SPLIT,
-// WARPS, SLOTS, BLOCKS (of a multiprocessor), SHARED_BYTES.
+// Defined by whoever compiles this: FP8, ROWS (8, 16, 32 or 64), TILE (32 or 64), UNIT (4, 8 or
+// 16), SPLIT, WARPS, SLOTS, BLOCKS (of a multiprocessor), SHARED_BYTES.
 
-constexpr int BOXES = TILE / BOX;
 constexpr int THREADS = WARPS * 32;
 constexpr int KEY_BYTES = FP8 ? 64 : 128;
-constexpr int KEYS_OF_ROW = 128 / KEY_BYTES;  // as the copy engine sees the cache
-constexpr int MATRIX_BYTES = TILE * KEY_BYTES;
+// A unit lies 16 bytes further from the one before than it is long. A load of a matrix takes 8 keys
+// at the same column: one of each unit, or, where there are fewer, neighbours of each, and so
+// without conflicts of banks where TILE / UNIT is 8, or 4 of e4m3, of which neighbours lie 64 bytes
+// apart. Which keys stand together makes no difference to sums over all of them.
+constexpr int UNITS = TILE / UNIT;
+constexpr int UNIT_BYTES = UNIT * KEY_BYTES;
+constexpr int UNIT_STRIDE = UNIT_BYTES + 16;
+constexpr int NEIGHBOURS = 8 / UNITS;  // of the 8 keys, in a unit
+constexpr int MATRIX_BYTES = UNITS * UNIT_STRIDE;
 constexpr int SLOT_BYTES = 2 * MATRIX_BYTES;  // keys, then values
 
 constexpr int M_TILES = (ROWS + 15) / 16;
@@ -45,7 +52,7 @@ constexpr int LEFT_OFFSET = FULL_OFFSET + WARPS * SLOTS * 8;
 constexpr int TAKEN_OFFSET = LEFT_OFFSET + WARPS * WARPS * 8;
 constexpr int END_OFFSET = TAKEN_OFFSET + WARPS * WARPS * 8;
 static_assert(END_OFFSET <= SHARED_BYTES, "the launch gives too little memory");
-static_assert(TILE % BOX == 0 && BOX >= 16, "a tile is whole boxes, each with the whole swizzle");
+static_assert(UNITS * NEIGHBOURS == 8 && UNIT <= 16, "8 keys of all units, a unit of one page");
 
 // log2 of the largest weight: of halves, those below 2^-14 have fewer bits.
 constexpr float LIFT = FP8 ? 14 : 0;
@@ -54,6 +61,8 @@ constexpr uint32_t ALL_WARPS = (1u << WARPS) - 1;
 
 struct Arguments {
     const unsigned short* query;
+    const unsigned char* key_cache;
+    const unsigned char* value_cache;
     const float* sinks;
     const int* query_start;
     const int* seq_lens;
@@ -83,15 +92,15 @@ struct Sequence {
 
     Sequence() = default;
     __device__ __forceinline__ Sequence(const Arguments& arguments, int index) {
-        row = arguments.query_start[index];
-        queries = arguments.query_start[index + 1] - row;
-        // At once: the compiler would wait for the queries before it loads a length.
-        length = computed_here(arguments.seq_lens[index]);
+        row = load_fresh(&arguments.query_start[index]);
+        const int next_row = load_fresh(&arguments.query_start[index + 1]);
+        length = load_fresh(&arguments.seq_lens[index]);
+        queries = next_row - row;
         first = max(length - queries - arguments.window + 1, 0);
         tiles = queries > 0 ? (length - start() + TILE - 1) / TILE : 0;
     }
     // Of the first tile.
-    __device__ __forceinline__ int start() const { return first & ~(BOX - 1); }
+    __device__ __forceinline__ int start() const { return first & ~(UNIT - 1); }
     // Pairs of a key-value head.
     __device__ __forceinline__ int passes(const Arguments& arguments) const {
         return ((queries << arguments.group_shift) + ROWS - 1) / ROWS;
@@ -161,7 +170,7 @@ struct Walk {
     }
 };
 
-// Waits for the kernels before this one. Each lane counts the tiles of neighbouring sequences; the
+// Each lane counts the tiles of neighbouring sequences; the
 // one that has the range's first says where it lies.
 __device__ __forceinline__ Walk find_range(const Arguments& arguments, int lane, int& total) {
     Walk walk = {};
@@ -170,7 +179,6 @@ __device__ __forceinline__ Walk find_range(const Arguments& arguments, int lane,
     const int each = (arguments.num_sequences + 31) / 32;
     int index = min(lane * each, arguments.num_sequences);
     const int last = min(index + each, arguments.num_sequences);
-    wait_for_previous_kernels();
     Sequence sequence = {};
     int own = 0;
     for (int i = last - 1; i >= index; --i) {
@@ -197,21 +205,24 @@ __device__ __forceinline__ Walk find_range(const Arguments& arguments, int lane,
     }
     const int from = __ffs(__ballot_sync(0xFFFFFFFF, is_here)) - 1;
     walk.index = __shfl_sync(0xFFFFFFFF, index, from);
-    walk.sequence = Sequence(arguments, walk.index);
-    const int inside = walk.unit - __shfl_sync(0xFFFFFFFF, start, from);
-    walk.pass = inside / walk.sequence.tiles;
-    walk.begin = inside - walk.pass * walk.sequence.tiles;
+    sequence.row = __shfl_sync(0xFFFFFFFF, sequence.row, from);
+    sequence.queries = __shfl_sync(0xFFFFFFFF, sequence.queries, from);
+    sequence.length = __shfl_sync(0xFFFFFFFF, sequence.length, from);
+    sequence.first = __shfl_sync(0xFFFFFFFF, sequence.first, from);
+    sequence.tiles = __shfl_sync(0xFFFFFFFF, sequence.tiles, from);
+    walk.sequence = sequence;
+    walk.begin = walk.unit - __shfl_sync(0xFFFFFFFF, start, from);
+    for (; walk.begin >= sequence.tiles; walk.begin -= sequence.tiles) ++walk.pass;
     return walk;
 }
 
-// The block's pair; waits as well.
+// The block's pair.
 __device__ __forceinline__ Walk own_pair(const Arguments& arguments) {
     Walk walk = {};
     const int pair = blockIdx.x / arguments.passes;
     walk.pass = blockIdx.x - pair * arguments.passes;
     walk.index = pair / arguments.num_kv_heads;
     walk.head = pair - walk.index * arguments.num_kv_heads;
-    wait_for_previous_kernels();
     walk.sequence = Sequence(arguments, walk.index);
     walk.last = walk.pass < walk.sequence.passes(arguments) ? walk.sequence.tiles : 0;
     return walk;
@@ -297,8 +308,6 @@ struct Sums {
 struct Worker {
     const uint32_t shared;
     const Arguments& arguments;
-    const TensorMap* const keys;
-    const TensorMap* const values;
     const int warp;
     const int lane;
 
@@ -323,18 +332,18 @@ struct Worker {
 
     // ---- sending ------------------------------------------------------------------------------
 
-    // The warp's tiles, ahead of those that it multiplies, and the page of each box, by lane.
+    // The warp's tiles, ahead of those that it multiplies, and the page of each unit, by lane.
     struct Ahead {
         Walk walk;
         int tile;
         int page;
     };
 
-    __device__ __forceinline__ int key_of(const Ahead& ahead) const {
-        return ahead.walk.sequence.start() + ahead.tile * TILE + lane * BOX;
+    __device__ __forceinline__ int key_of(const Ahead& ahead, int unit) const {
+        return ahead.walk.sequence.start() + ahead.tile * TILE + unit * UNIT;
     }
     __device__ __forceinline__ bool is_needed(const Ahead& ahead) const {
-        return lane < BOXES && key_of(ahead) < ahead.walk.sequence.length;
+        return lane < UNITS && key_of(ahead, lane) < ahead.walk.sequence.length;
     }
 
     // From where `ahead` stands to the warp's next tile; its page is on its way then.
@@ -344,25 +353,36 @@ struct Worker {
             ahead.tile = ahead.walk.first_of(warp);
         }
         if (!ahead.walk.is_done() && is_needed(ahead))
-            ahead.page = arguments.page_tables[static_cast<long long>(ahead.walk.index) *
-                                                   arguments.table_width +
-                                               (key_of(ahead) >> arguments.page_shift)];
+            ahead.page = load_fresh(&arguments.page_tables[
+                static_cast<long long>(ahead.walk.index) * arguments.table_width +
+                (key_of(ahead, lane) >> arguments.page_shift)]);
     }
 
-    __device__ __forceinline__ void send(Ahead& ahead, int slot) const {
-        const bool needed = is_needed(ahead);
-        const uint32_t boxes = BOXES == 1 ? 1 : __ballot_sync(0xFFFFFFFF, needed);
-        if (lane == 0) barrier_expect(full(slot), __popc(boxes) * 2 * BOX * KEY_BYTES);
-        __syncwarp();
-        if (needed) {
-            const int offset = key_of(ahead) & ((1 << arguments.page_shift) - 1);
-            const int row = ((ahead.page * arguments.num_kv_heads + ahead.walk.head)
-                             << arguments.page_shift) +
-                            offset;
-            const uint32_t destination = slot_at(slot) + lane * BOX * KEY_BYTES;
-            load_box(destination, keys, full(slot), 0, row / KEYS_OF_ROW);
-            load_box(destination + MATRIX_BYTES, values, full(slot), 0, row / KEYS_OF_ROW);
+    __device__ __forceinline__ void send(const Ahead& ahead, int slot) const {
+        const int offset = key_of(ahead, lane) & ((1 << arguments.page_shift) - 1);
+        const int row =
+            ((ahead.page * arguments.num_kv_heads + ahead.walk.head) << arguments.page_shift) +
+            offset;
+        const int keys = ahead.walk.sequence.length - key_of(ahead, 0);
+        const int units = min((keys + UNIT - 1) / UNIT, UNITS);
+        int rows[UNITS];
+#pragma unroll
+        for (int i = 0; i < UNITS; ++i) rows[i] = __shfl_sync(0xFFFFFFFF, row, i);
+        if (elected()) {
+            barrier_expect(full(slot), units * 2 * UNIT_BYTES);
+#pragma unroll
+            for (int i = 0; i < UNITS; ++i) {
+                if (i >= units) break;
+                const long long from = static_cast<long long>(rows[i]) * KEY_BYTES;
+                const uint32_t to = slot_at(slot) + i * UNIT_STRIDE;
+                load_bulk(to, arguments.key_cache + from, UNIT_BYTES, full(slot));
+                load_bulk(to + MATRIX_BYTES, arguments.value_cache + from, UNIT_BYTES, full(slot));
+            }
         }
+        __syncwarp();
+    }
+
+    __device__ __forceinline__ void advance(Ahead& ahead) const {
         ahead.tile += WARPS;
         settle(ahead);
     }
@@ -490,13 +510,19 @@ struct Worker {
 
     // ---- a tile ---------------------------------------------------------------------------------
 
-    // A tile has rows of 128 bytes, of e4m3 two keys each, swizzled by the copy engine: their 16
-    // bytes i lie at i ^ (row % 8).
-    __device__ __forceinline__ uint32_t row_of_key(int key) const {
-        return key / KEYS_OF_ROW * 128;
+    // The 8 keys `block` of a tile, in its order: where the first of them lies, and which it is, or
+    // what is to be added for the key `i` of them.
+    __device__ __forceinline__ static constexpr int place_of_keys(int block) {
+        return block * NEIGHBOURS * KEY_BYTES;
     }
-    __device__ __forceinline__ uint32_t column_of_key(int key, int byte) const {
-        return (key % KEYS_OF_ROW * KEY_BYTES + byte) ^ key / KEYS_OF_ROW % 8 * 16;
+    __device__ __forceinline__ static int place_in_keys(int i) {
+        return i % UNITS * UNIT_STRIDE + i / UNITS * KEY_BYTES;
+    }
+    __device__ __forceinline__ static constexpr int first_of_keys(int block) {
+        return block * NEIGHBOURS;
+    }
+    __device__ __forceinline__ static int key_in_keys(int i) {
+        return i % UNITS * UNIT + i / UNITS;
     }
 
     __device__ __forceinline__ void multiply_keys(float (&scores)[M_TILES][STEP / 8][4],
@@ -504,10 +530,9 @@ struct Worker {
         // What four matrices are: so many times 8 keys, by so many times 16 columns.
         constexpr int KEYS = !FP8 || STEP == 16 ? 2 : 4;
         constexpr int COLUMNS = FP8 ? 4 / KEYS : 1;
-        const int key = FP8 ? lane % (KEYS * 8) : lane / 16 * 8 + lane % 8;
-        const int byte = (FP8 ? lane / (KEYS * 8) : lane / 8 % 2) * 16;
-        const uint32_t from = keys + row_of_key(key);
-        const uint32_t column = column_of_key(key, byte);
+        const int block = FP8 ? lane / 8 % KEYS : lane / 16;
+        const int column = FP8 ? lane / 8 / KEYS : lane / 8 % 2;
+        const uint32_t from = keys + place_of_keys(block) + place_in_keys(lane % 8) + column * 16;
 #pragma unroll
         for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
@@ -517,11 +542,10 @@ struct Worker {
 #pragma unroll
         for (int k = 0; k < 4; k += COLUMNS) {
             uint32_t query[COLUMNS][M_TILES][4];
-            const uint32_t at = from + (column ^ k * KEY_BYTES / 4);
 #pragma unroll
             for (int n = 0; n < STEP / 8; n += KEYS) {
                 uint32_t words[4];
-                load_matrices(at + n * 8 * KEY_BYTES, words);
+                load_matrices(from + place_of_keys(n) + k * KEY_BYTES / 4, words);
 #pragma unroll
                 for (int c = 0; c < COLUMNS; ++c) {
                     uint32_t b[KEYS][2];
@@ -549,14 +573,14 @@ struct Worker {
     __device__ __forceinline__ void multiply_values(
         Sums (&sums)[M_TILES], const uint32_t (&weights)[M_TILES][STEP / 16][4],
         uint32_t values) const {
-        const uint32_t from = values + row_of_key(lane % 16);
-        const uint32_t column = column_of_key(lane % 16, lane / 16 * 16);
+        const uint32_t from = values + place_of_keys(lane / 8 % 2) + place_in_keys(lane % 8) +
+                              lane / 16 * 16;
 #pragma unroll
         for (int k = 0; k < STEP / 16; ++k) {
 #pragma unroll
             for (int pair = 0; pair < KEY_BYTES / 32; ++pair) {
                 uint32_t words[4];
-                load_matrices_transposed(from + k * 16 * KEY_BYTES + (column ^ pair * 32), words);
+                load_matrices_transposed(from + place_of_keys(2 * k) + pair * 32, words);
                 // In e4m3 a word has columns c and c + 1 of two keys. Both keys of the even column
                 // make one operand, those of the odd one another: see store.
                 constexpr int N_TILES = FP8 ? 4 : 2;  // of 8 columns
@@ -601,8 +625,8 @@ struct Worker {
             for (int n = 0; n < STEP / 8; ++n) {
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    const int column = n * 8 + lane % 4 * 2 + i;
-                    if (column > last || column < first)
+                    const int of_score = first_of_keys(n) + key_in_keys(lane % 4 * 2 + i);
+                    if (of_score > last || of_score < first)
                         scores[n][2 * half + i] = __uint_as_float(0xFF800000);
                 }
             }
@@ -611,12 +635,10 @@ struct Worker {
 
     // Values that no query sees may be anything, and 0 * NaN is NaN.
     __device__ __forceinline__ void clear(const Sequence& sequence, uint32_t tile, int key) const {
-        for (int i = lane; i < MATRIX_BYTES / 16; i += 32) {
-            const int row = i / 8;
-            const int inside = (i % 8 ^ row % 8) * 16 / KEY_BYTES;
-            const int position = key + row * KEYS_OF_ROW + inside;
+        for (int i = lane; i < TILE * KEY_BYTES / 16; i += 32) {
+            const int position = key + i / (KEY_BYTES / 16);
             if (position < sequence.first || position >= sequence.length)
-                store_shared(tile + i * 16, 0, 0, 0, 0);
+                store_shared(tile + (i + i / (UNIT_BYTES / 16)) * 16, 0, 0, 0, 0);
         }
         __syncwarp();
     }
@@ -675,17 +697,17 @@ struct Worker {
         if (is_edge) clear(sequence, of_values, key);
 #pragma unroll 1  // or the compiler mixes steps, and spills
         for (int step = 0; step < TILE / STEP; ++step) {
-            const int first = step * STEP * KEY_BYTES;
+            const int block = step * (STEP / 8);
             float scores[M_TILES][STEP / 8][4];
             uint32_t weights[M_TILES][STEP / 16][4];
-            multiply_keys(scores, rows, of_keys + first);
+            multiply_keys(scores, rows, of_keys + place_of_keys(block));
 #pragma unroll
             for (int m = 0; m < M_TILES; ++m) {
-                if (is_edge) hide(scores[m], walk, m, key + step * STEP);
+                if (is_edge) hide(scores[m], walk, m, key + first_of_keys(block));
                 weigh(scores[m], sums[m], rows.scale);
                 pack(scores[m], weights[m]);
             }
-            multiply_values(sums, weights, of_values + first);
+            multiply_values(sums, weights, of_values + place_of_keys(block));
         }
         if (is_edge) shared_fence();  // the copy engine writes there next
         __syncwarp();                 // all have read
@@ -747,7 +769,7 @@ struct Worker {
         const int first = cut.range_of(start);
         const int last = cut.range_of(start + walk.sequence.tiles - 1);
         __syncwarp();
-        __threadfence();  // behind the warp's barrier: for what all of its lanes wrote
+        global_fence();  // behind the warp's barrier: for what all of its lanes wrote
         int is_last = 0;
         if (lane == 0) {
             unsigned int* counter = &arguments.arrived[first * arguments.num_kv_heads + walk.head];
@@ -755,7 +777,7 @@ struct Worker {
             if (is_last) *counter = 0;
         }
         if (!__shfl_sync(0xFFFFFFFF, is_last, 0)) return;
-        __threadfence();
+        global_fence();
         __syncwarp();
 #pragma unroll
         for (int m = 0; m < M_TILES; ++m) {
@@ -836,11 +858,37 @@ struct Worker {
         exchange.taken ^= leaving;
     }
 
+    __device__ __forceinline__ void make_barriers() const {
+        if (lane == 0) {
+#pragma unroll
+            for (int slot = 0; slot < SLOTS; ++slot) barrier_init(full(slot), 1);
+#pragma unroll
+            for (int other = 0; other < WARPS; ++other) {
+                barrier_init(left(warp, other), 1);
+                barrier_init(taken(warp, other), 1);
+            }
+            barrier_init_fence();
+        }
+        __syncwarp();
+    }
+
     __device__ __forceinline__ void run(Walk walk, int total) const {
         Ahead ahead = {walk, walk.first_of(warp), 0};
         settle(ahead);
-        for (int slot = 0; slot < SLOTS && !ahead.walk.is_done(); ++slot) send(ahead, slot);
+        Ahead first[SLOTS];
+#pragma unroll
+        for (int slot = 0; slot < SLOTS; ++slot) {
+            first[slot] = ahead;
+            if (!ahead.walk.is_done()) advance(ahead);
+        }
+        // While pages are on their way.
+        make_barriers();
+        wait_for_previous_kernels();
+#pragma unroll
+        for (int slot = 0; slot < SLOTS; ++slot)
+            if (!first[slot].walk.is_done()) send(first[slot], slot);
         allow_next_kernel();
+        __syncthreads();
         int slot = 0;
         uint32_t phase = 0;
         Exchange exchange;
@@ -857,7 +905,10 @@ struct Worker {
             for (; tile < walk.end(); tile += WARPS) {
                 barrier_wait(full(slot), phase);
                 attend(sums, rows, walk, tile, slot);
-                if (!ahead.walk.is_done()) send(ahead, slot);
+                if (!ahead.walk.is_done()) {
+                    send(ahead, slot);
+                    advance(ahead);
+                }
                 if (++slot == SLOTS) {
                     slot = 0;
                     phase ^= 1;
@@ -881,30 +932,11 @@ struct Worker {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    attention_decode(const __grid_constant__ TensorMap keys,
-                     const __grid_constant__ TensorMap values,
-                     const __grid_constant__ Arguments arguments) {
-    extern __shared__ __align__(1024) unsigned char memory[];
-    const uint32_t shared = shared_address(memory);
+    attention_decode(const __grid_constant__ Arguments arguments) {
+    extern __shared__ __align__(128) unsigned char memory[];
     const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);
     const int lane = threadIdx.x % 32;
-    if (lane == 0) {
-#pragma unroll
-        for (int slot = 0; slot < SLOTS; ++slot)
-            barrier_init(shared + FULL_OFFSET + (warp * SLOTS + slot) * 8, 1);
-#pragma unroll
-        for (int other = 0; other < WARPS; ++other) {
-            barrier_init(shared + LEFT_OFFSET + (warp * WARPS + other) * 8, 1);
-            barrier_init(shared + TAKEN_OFFSET + (warp * WARPS + other) * 8, 1);
-        }
-        barrier_init_fence();
-    }
-    if (threadIdx.x == 0) {
-        prefetch_map(&keys);
-        prefetch_map(&values);
-    }
-    __syncthreads();
     int total = 0;
     const Walk walk = SPLIT ? find_range(arguments, lane, total) : own_pair(arguments);
-    Worker{shared, arguments, &keys, &values, warp, lane}.run(walk, total);
+    Worker{shared_address(memory), arguments, warp, lane}.run(walk, total);
 }

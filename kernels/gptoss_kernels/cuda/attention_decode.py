@@ -24,8 +24,7 @@ from gptoss_kernels.cuda import runtime
 from gptoss_kernels.fp8 import E4M3
 
 _TILE_KEYS = 64
-_ROW_BYTES = 128  # of the caches as the copy engine sees them
-_WINDOW_BOX = 16  # slots: a window's tiles begin at any multiple
+_UNIT_BYTES = 1024  # of such a tile: 8 units of bf16, 4 of e4m3, as banks like it
 _WINDOW_WARPS = 3
 _UNBOUNDED = 2**30  # a window that hides nothing
 _NO_SPLIT = (None, None)
@@ -54,6 +53,8 @@ def attention_decode(
     of reference.attention. Caches in bf16 or e4m3; pages of 16 to 256 tokens; `scale` above 0.
     max_queries: the most of one sequence. The same lengths give the same bits. Over e4m3, where a
     sequence's queries of one key-value head share a power of two, an inf among them hides the rest.
+    query_start, seq_lens and page_tables must not be written by the kernel launched just before on
+    the same stream: they are read while that one may still run.
 
     Without a window, blocks leave each other pieces of a sequence in memory that belongs to the
     stream, or to the capture of the stream into a CUDA graph. So launches may be under way at once
@@ -86,16 +87,16 @@ class DecodeTile:
     """What the kernel is compiled for.
 
     rows: query heads times queries of a pair (8, 16, 32 or 64); more are taken in passes. keys:
-    of a tile (32 or 64). box: slots that one copy loads, at most a page. is_split: a head's
-    pairs are cut into equal ranges for its blocks, else a block has one pair. warps: of a block;
-    slots: tiles in each warp's ring; blocks: on a multiprocessor; waves: of blocks, where pairs are
-    split.
+    of a tile (32 or 64), in units that one copy loads and that begin at any multiple, of 16 keys
+    at most. is_split: a head's pairs are cut into equal ranges for its blocks, else a block has one
+    pair. warps: of a block; slots: tiles in each warp's ring; blocks: on a multiprocessor; waves:
+    of blocks, where pairs are split.
     """
 
     rows: int
     is_fp8: bool = False
     keys: int = _TILE_KEYS
-    box: int = _TILE_KEYS
+    unit: int = 8
     is_split: bool = True
     warps: int = 4
     slots: int = 3
@@ -117,7 +118,8 @@ class DecodeTile:
     @property
     def shared_bytes(self) -> int:
         """The slots, rooms of warps, barriers of slots and of two warps."""
-        slot_bytes = 2 * self.keys * HEAD_DIM * (1 if self.is_fp8 else 2)
+        unit_bytes = self.unit * HEAD_DIM * (1 if self.is_fp8 else 2)
+        slot_bytes = 2 * self.keys // self.unit * (unit_bytes + 16)
         of_warp = self.slots * (slot_bytes + 8) + self.piece_bytes + self.warps * 16
         return self.warps * of_warp
 
@@ -127,7 +129,7 @@ class DecodeTile:
             "ROWS": self.rows,
             "FP8": int(self.is_fp8),
             "TILE": self.keys,
-            "BOX": self.box,
+            "UNIT": self.unit,
             "SPLIT": int(self.is_split),
             "WARPS": self.warps,
             "SLOTS": self.slots,
@@ -153,19 +155,18 @@ class DecodeTile:
 
 # Keys, warps and slots by rows, bf16 and e4m3: at least 64 KB on their way while others are
 # multiplied, but for 64 rows, which are slower to multiply than to read. Eight warps for e4m3, of
-# which half as many bytes are to be multiplied in the same time.
+# which half as many bytes are to be multiplied in the same time; with 8 rows they multiply so much
+# faster than they read that one slot each is enough, and more bytes on their way are read slower.
 _SPLIT = {
     False: {8: (64, 4, 2), 16: (64, 4, 3), 32: (64, 4, 2), 64: (32, 8, 1)},
-    True: {8: (64, 8, 2), 16: (64, 8, 2), 32: (64, 8, 2), 64: (32, 8, 2)},
+    True: {8: (64, 8, 1), 16: (64, 8, 2), 32: (64, 8, 2), 64: (32, 8, 2)},
 }
 
 
 def _tile_for(query: Tensor, key_cache: Tensor, max_queries: int, window: int | None) -> DecodeTile:
     """Also of tensors that `prepare` refuses afterwards."""
     group = query.shape[1] // _num_kv_heads(key_cache) if query.dim() == 3 else 1
-    page_size = key_cache.shape[2] if key_cache.dim() == 4 else _TILE_KEYS
-    is_fp8 = key_cache.dtype == E4M3
-    return choose_tile(group, max_queries, page_size=page_size, window=window, is_fp8=is_fp8)
+    return choose_tile(group, max_queries, window=window, is_fp8=key_cache.dtype == E4M3)
 
 
 def _num_kv_heads(key_cache: Tensor) -> int:
@@ -173,30 +174,26 @@ def _num_kv_heads(key_cache: Tensor) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def choose_tile(
-    group: int, max_queries: int, *, page_size: int, window: int | None, is_fp8: bool
-) -> DecodeTile:
+def choose_tile(group: int, max_queries: int, *, window: int | None, is_fp8: bool) -> DecodeTile:
     """For `group` query heads a key-value head."""
     rows = next((rows for rows in (8, 16, 32) if rows >= group * max_queries), 64)
-    # A window's keys and the queries' own, from a multiple of 16 on.
-    most_keys = (window or _UNBOUNDED) + max_queries - 1 + _WINDOW_BOX - 1
+    unit = _UNIT_BYTES // (HEAD_DIM * (1 if is_fp8 else 2))
+    # A window's keys and the queries' own, from a multiple of a unit on.
+    most_keys = (window or _UNBOUNDED) + max_queries - 1 + unit - 1
     if most_keys <= _WINDOW_WARPS * _TILE_KEYS:
         # With 64 rows the compiler spills; the second pass finds its keys in L2.
-        return DecodeTile(
-            min(rows, 32), is_fp8, box=_WINDOW_BOX, is_split=False, warps=_WINDOW_WARPS, slots=1
-        )
+        rows = min(rows, 32)
+        return DecodeTile(rows, is_fp8, unit=unit, is_split=False, warps=_WINDOW_WARPS, slots=1)
     keys, warps, slots = _SPLIT[is_fp8][rows]
-    return DecodeTile(rows, is_fp8, keys, box=min(page_size, keys), warps=warps, slots=slots)
+    return DecodeTile(rows, is_fp8, keys, unit * keys // _TILE_KEYS, warps=warps, slots=slots)
 
 
-def served_tiles(
-    groups: tuple[int, ...], windows: tuple[int | None, ...], page_size: int = 64
-) -> Iterator[DecodeTile]:
+def served_tiles(groups: tuple[int, ...], windows: tuple[int | None, ...]) -> Iterator[DecodeTile]:
     """All that choose_tile gives for models with these groups of heads and windows, each once."""
     queries = range(1, MAXIMUM_DECODE_QUERIES + 1)
     choices = product(groups, queries, windows, (False, True))
     yield from {
-        choose_tile(group, most, page_size=page_size, window=window, is_fp8=is_fp8): None
+        choose_tile(group, most, window=window, is_fp8=is_fp8): None
         for group, most, window, is_fp8 in choices
     }
 
@@ -248,8 +245,9 @@ def _most_blocks(device: int, tile: DecodeTile, num_kv_heads: int) -> int:
 
 class _Arguments(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("query", "sinks", "query_start", "seq_lens")),
-        *((name, ctypes.c_void_p) for name in ("page_tables", "key_scale", "value_scale")),
+        *((name, ctypes.c_void_p) for name in ("query", "key_cache", "value_cache", "sinks")),
+        *((name, ctypes.c_void_p) for name in ("query_start", "seq_lens", "page_tables")),
+        *((name, ctypes.c_void_p) for name in ("key_scale", "value_scale")),
         *((name, ctypes.c_void_p) for name in ("out", "pieces", "arrived")),
         *((name, ctypes.c_int) for name in ("num_sequences", "num_kv_heads", "group_shift")),
         *((name, ctypes.c_int) for name in ("page_shift", "table_width", "window", "passes")),
@@ -283,8 +281,8 @@ def prepare(
     contracts.check_output("out", out, torch.bfloat16, (num_tokens, num_heads * HEAD_DIM), query)
     contracts.check_contiguous("out", out)
     contracts.check_score_scale(scale)
-    if tile.is_fp8 != (key_cache.dtype == E4M3) or page_size % tile.box:
-        raise ValueError(f"{tile} is not for {key_cache.dtype} in pages of {page_size}")
+    if tile.is_fp8 != (key_cache.dtype == E4M3):
+        raise ValueError(f"{tile} is not for {key_cache.dtype}")
 
     device = query.get_device()
     group = num_heads // num_kv_heads
@@ -295,19 +293,14 @@ def prepare(
         most_tiles = num_sequences * passes * math.ceil(table_width * page_size / tile.keys)
         most_ranges = max(1, most_tiles // tile.warps)
         grid = min(_most_blocks(device, tile, num_kv_heads), most_ranges * num_kv_heads)
-    # In e4m3 two slots a row: the copy engine asks for a row at a time, and memory gives 128 bytes.
-    columns = _ROW_BYTES // key_cache.element_size()
-    box = (tile.box * HEAD_DIM // columns, columns)
-    caches = (cache.view(-1, columns) for cache in (key_cache, value_cache))
     optional = (key_scale, value_scale, out, *split)
     return runtime.Launch(
         runtime.load(tile.spec, device),
         grid=grid,
         threads=tile.threads,
         arguments=(
-            *(runtime.tensor_map(cache, box, _ROW_BYTES) for cache in caches),
             _Arguments(
-                *(each.data_ptr() for each in (query, *inputs[3:])),
+                *(each.data_ptr() for each in inputs),
                 *(each.data_ptr() if each is not None else None for each in optional),
                 *(num_sequences, num_kv_heads, group.bit_length() - 1),
                 *(page_size.bit_length() - 1, table_width),

@@ -62,7 +62,7 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
     } while (!done);
 }
 
-// ---- bulk tensor copies ----------------------------------------------------------------------
+// ---- bulk copies -----------------------------------------------------------------------------
 
 __device__ __forceinline__ void prefetch_map(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
@@ -95,6 +95,16 @@ __device__ __forceinline__ void load_box_multicast(uint32_t destination, const T
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
         ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(destination),
         "l"(map), "r"(barrier), "r"(inner), "r"(outer), "h"(mask)
+        : "memory");
+}
+
+// Contiguous bytes, a multiple of 16, as both addresses are.
+__device__ __forceinline__ void load_bulk(uint32_t destination, const void* source, uint32_t bytes,
+                                          uint32_t barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2,"
+        " [%3];" ::"r"(destination),
+        "l"(source), "r"(bytes), "r"(barrier)
         : "memory");
 }
 
@@ -263,6 +273,11 @@ __device__ __forceinline__ int load_fresh(const int* pointer) {
     return v;
 }
 
+// Between what this thread wrote, or knows to be written, and what it writes next; and between what
+// it has read and reads next. Of __threadfence this is what two threads need who write and read one
+// flag: it does not wait for an order of all threads.
+__device__ __forceinline__ void global_fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
 // ---- arithmetic ------------------------------------------------------------------------------
 
 // C's fminf and fmaxf give the other operand where one is NaN.
@@ -381,6 +396,21 @@ constexpr uint64_t NARROW_MATRIX_DESCRIPTOR_HIGH =
 __device__ __forceinline__ uint32_t computed_here(uint32_t value) {
     asm volatile("" : "+r"(value));
     return value;
+}
+
+// True in one thread of the warp, as the compiler knows: of a copy that others might send, too, from
+// where they say, it would make a loop over threads.
+__device__ __forceinline__ bool elected() {
+    uint32_t is_elected;
+    asm volatile(
+        "{\n"
+        ".reg .b32 lane;\n"
+        ".reg .pred p;\n"
+        "elect.sync lane|p, 0xFFFFFFFF;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}"
+        : "=r"(is_elected)::"memory");
+    return is_elected;
 }
 
 // Says that all threads of the warp hold the same value: the compiler then keeps it, and what

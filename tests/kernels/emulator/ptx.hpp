@@ -228,6 +228,13 @@ inline void load_bulk(b32 destination, b64 source, b32 bytes, b32 barrier, b64 =
 inline void named_sync(b32 id, b32 threads) { emulator::named_barrier(id, threads, true); }
 inline void named_arrive(b32 id, b32 threads) { emulator::named_barrier(id, threads, false); }
 
+// Any lane will do: here, one that is not the first.
+inline void elect_sync(b32& lane, bool& is_elected, b32 mask) {
+    lane = 31 - __builtin_clz(mask);
+    emulator::together(mask, "elect.sync", nullptr, nullptr);
+    is_elected = emulator::current->lane == lane;
+}
+
 // ---- moves and arithmetic ----------------------------------------------------------------------
 
 inline b32 special_cluster_ctarank() { return emulator::current->cluster_rank; }

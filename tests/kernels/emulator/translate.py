@@ -120,7 +120,7 @@ def _split(text: str, separator: str) -> list[str]:
 
 
 def _flat(operand: str) -> str:
-    return re.sub(r"[\[\]{}]", "", operand)
+    return re.sub(r"[\[\]{}]", "", operand).replace("|", ",")
 
 
 def _call(name: str, operands: list[str]) -> str:
