@@ -419,11 +419,14 @@ def without_decodes(case: Case) -> Case:
 
 
 def rounded_queries(case: Case) -> Case:
-    """The same, of queries as e4m3 times a power of two for each row: as kernels round them."""
-    query = case.query.double()
+    """The same, of prefills' queries as e4m3 times a power of two for each row: as kernels round
+    them that multiply in e4m3."""
+    query = case.query[case.decodes.num_queries :].double()
     exponent = (query.abs().amax(-1, keepdim=True) / 448).log2().ceil()
     scale = exponent.clamp(min=-1000).exp2()
-    return replace(case, query=((query / scale).to(E4M3).double() * scale).bfloat16())
+    rounded = case.query.clone()
+    rounded[case.decodes.num_queries :] = (query / scale).to(E4M3).double() * scale
+    return replace(case, query=rounded)
 
 
 def compared_cases(

@@ -393,7 +393,7 @@ PREFILLS = (
 )
 
 
-# Who have read queries, tiles and values, and cleared or widened values.
+# Who have read queries, tiles and values, and cleared or transposed values.
 PREFILL_ARRIVALS = (
     ("if (lane == 0) barrier_arrive(empty);", "barrier_arrive(empty);"),
     (
@@ -405,11 +405,11 @@ PREFILL_ARRIVALS = (
     ("START_CLEARED + i * 8, 1);", "START_CLEARED + i * 8, 32);"),
     ("KEY_EMPTY + i * 8, MATH_WARPS);", "KEY_EMPTY + i * 8, MATH_WARPS * 32);"),
     (
-        "WIDENS ? HELPERS : MATH_WARPS + HELPERS);",
-        "32 * (WIDENS ? HELPERS : MATH_WARPS + HELPERS));",
+        "FP8 ? HELPERS : MATH_WARPS + HELPERS);",
+        "32 * (FP8 ? HELPERS : MATH_WARPS + HELPERS));",
     ),
-    ("WIDE_FULL + i * 8, HELPERS);", "WIDE_FULL + i * 8, HELPERS * 32);"),
-    ("WIDE_EMPTY + i * 8, MATH_WARPS);", "WIDE_EMPTY + i * 8, MATH_WARPS * 32);"),
+    ("TRANSPOSED_FULL + i * 8, HELPERS);", "TRANSPOSED_FULL + i * 8, HELPERS * 32);"),
+    ("TRANSPOSED_EMPTY + i * 8, MATH_WARPS);", "TRANSPOSED_EMPTY + i * 8, MATH_WARPS * 32);"),
 )
 
 

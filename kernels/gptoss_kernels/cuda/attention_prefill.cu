@@ -58,54 +58,42 @@ __device__ __forceinline__ void Math::prepare_queries() {
     scale[0] = scale[1] = arguments.scale;
 }
 
-template <int PART>
-__device__ __forceinline__ void Math::multiply_keys(int slot) {
-    float(&scores)[PART_N / 2] = this->scores[PART];
+__device__ __forceinline__ void Math::multiply_keys() {
     const uint32_t query = query_descriptor + queries.slot * (QUERY_BYTES / 16);
-    const uint32_t key =
-        key_descriptor + slot * (BLOCK_BYTES / 16) + PART * (PART_N * ROW_BYTES / 16);
+    const uint32_t key = key_descriptor + keys.slot * (BLOCK_BYTES / 16);
     fence_registers(scores);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < D / 16; ++k)  // 32 bytes along a swizzled row
-        wgmma_bf16<PART_N>(scores, query + 2 * k, key + 2 * k, k != 0);
+        wgmma_bf16<BLOCK_N>(scores, query + 2 * k, key + 2 * k, k != 0);
     wgmma_commit();
 }
 
-template <int PART>
 __device__ __forceinline__ void Math::multiply_values(bool accumulate) {
-    const uint32_t value =
-        value_descriptor + values.slot * (BLOCK_BYTES / 16) + PART * (PART_N * ROW_BYTES / 16);
+    const uint32_t value = value_descriptor + values.slot * (BLOCK_BYTES / 16);
     fence_registers(sums);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < PART_N / 16; ++k)  // 16 rows
+    for (int k = 0; k < BLOCK_N / 16; ++k)  // 16 rows
         wgmma_bf16_registers_transposed<D>(sums, powers[k], value + k * (16 * ROW_BYTES / 16),
                                            accumulate || k != 0);
     wgmma_commit();
 }
 
-// As the left operand of the next multiplication.
-template <int PART>
 __device__ __forceinline__ void Math::round_powers() {
-    const float(&scores)[PART_N / 2] = this->scores[PART];
 #pragma unroll
-    for (int i = 0; i < PART_N / 4; ++i)
+    for (int i = 0; i < BLOCK_N / 4; ++i)
         powers[i / 4][i % 4] = pack_bf16(scores[2 * i], scores[2 * i + 1]);
 }
 
-// This warp's scores once more, by itself.
-template <int PART>
 __device__ __forceinline__ void Math::multiply_keys_again() {
-    float(&scores)[PART_N / 2] = this->scores[PART];
     // Of a row the first or the second 16 bytes, swizzled as the copy engine does it.
     const uint32_t query = shared + QUERY_OFFSET + queries.slot * QUERY_BYTES +
                            (warp_row + lane % 16) * ROW_BYTES + (lane / 16 ^ lane % 8) * 16;
     const uint32_t key = shared + KEY_OFFSET + keys.slot * BLOCK_BYTES +
-                         (PART * PART_N + lane / 16 * 8 + lane % 8) * ROW_BYTES +
-                         (lane / 8 % 2 ^ lane % 8) * 16;
+                         (lane / 16 * 8 + lane % 8) * ROW_BYTES + (lane / 8 % 2 ^ lane % 8) * 16;
 #pragma unroll
-    for (int i = 0; i < PART_N / 16; ++i) {
+    for (int i = 0; i < BLOCK_N / 16; ++i) {
         float part[2][4] = {};
 #pragma unroll
         for (int k = 0; k < D / 16; ++k) {

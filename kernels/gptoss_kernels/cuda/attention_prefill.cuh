@@ -16,64 +16,66 @@
 //
 // IS_OPTIMISTIC: where nothing is masked, no maximum is looked for either. Powers are taken
 // relative to the reference as it is, and only if their sum comes out too large does the warp
-// multiply these keys once more, by itself, and raise its references first. WAITS_LATE: that is
-// decided before the values of the block before are waited for; the compiler moves the wait between
-// powers otherwise.
+// multiply these keys once more, by itself, and raise its references first.
 //
 // Keys come from the last to the first, so that the block that the diagonal crosses, and that ends
 // with slots of nobody, is the first one, which is written out. OVERLAPS: scores of the next block
 // are multiplied beside the values of this one, whose sums are waited for after the next powers.
-// PARTS of 2: instead, a block's scores are in two halves of registers. While those of one half
-// become powers, those of the next half, and the values of the half before, are multiplied: so the
-// wait for these comes when they are long done.
-// TURNS: warpgroups hand each other the tensor cores, so that one has its powers computed while the
-// others multiply: not at all (0), when scores are under way (1), or when values are, too (2).
 //
-// KEPT_EVERY: so many blocks of keys are summed by the tensor cores, which keep few bits of a sum
-// of e4m3 products; then these sums are added to others, in fp32. 0: never.
+// KEPT: of a sum of products of e4m3 the tensor cores keep what is above some 2^-13 of it, and more
+// and more of what is added to a long one of one sign would be lost: 67 % of 131,072 keys. So they
+// sum KEPT_EVERY blocks of keys, and these sums are added to others, in fp32: 0.3 %.
 //
-// Defined by whoever compiles this: CACHE_BYTES (of a value), WEIGHT_BYTES (of a power when it is
-// multiplied), WARPGROUPS, BLOCK_N, STAGES, WIDE_STAGES (of values that were made over),
-// QUERY_SLOTS, BLOCKS (on a multiprocessor), OVERLAPS, PARTS, TURNS, POLYNOMIALS (of 8 powers,
-// those on the multiply-add units), SLACK, IS_OPTIMISTIC, WAITS_LATE, KEPT_EVERY, HAS_WINDOW,
-// IS_DYNAMIC (tiles go to whichever block is free), COUNTERS, SHARED_BYTES, MATH_REGISTERS,
-// PRODUCER_REGISTERS.
+// Defined by whoever compiles this: CACHE_BYTES (of a value), WARPGROUPS, BLOCK_N, STAGES,
+// TRANSPOSED_STAGES (of values), QUERY_SLOTS, BLOCKS (on a multiprocessor), HAS_WINDOW, COUNTERS,
+// SHARED_BYTES, MATH_REGISTERS, PRODUCER_REGISTERS.
 
 constexpr int D = 64;
-constexpr int ROW_BYTES = D * 2;  // of queries, of results, of values when they are multiplied
+constexpr int ROW_BYTES = D * 2;  // of queries, of results
 constexpr int CACHE_ROW_BYTES = D * CACHE_BYTES;
-constexpr bool WIDENS = CACHE_BYTES == 1;  // values are made over, on their way from slot to slot
-constexpr int KEPT = KEPT_EVERY ? D / 2 : 0;  // sums of a thread
+constexpr bool FP8 = CACHE_BYTES == 1;  // values are transposed, on their way from slot to slot
+
+// A window has two or three blocks, of which hardly any has nothing to mask; with that few, only
+// what e4m3 needs more instructions for gains by an overlap.
+constexpr bool IS_OPTIMISTIC = !HAS_WINDOW;
+constexpr bool OVERLAPS = FP8 || !HAS_WINDOW;
+constexpr int KEPT_EVERY = 2;
+constexpr int KEPT = FP8 && !HAS_WINDOW ? D / 2 : 0;  // sums of a thread
+// log2 of the largest power. bf16 has fp32's range, but e4m3 keeps the most of small powers where
+// the largest are as large as it can hold.
+constexpr int HIGHEST = 8;
+// log2 of how far a maximum may outgrow the one that a reference was taken from. Of e4m3 that costs
+// bits of small powers; but without maxima, 16 powers of 2^(HIGHEST - SLACK) must not seem too many.
+constexpr int SLACK = !FP8 ? 8 : IS_OPTIMISTIC ? 4 : 2;
+
 constexpr int ROWS = 64 * WARPGROUPS;
 constexpr int MATH_THREADS = 128 * WARPGROUPS;
 constexpr int THREADS = MATH_THREADS + 128;
 constexpr int MATH_WARPS = MATH_THREADS / 32;
-constexpr int HELPERS = WIDENS ? 3 : 1;  // warps
-
-constexpr int PART_N = BLOCK_N / PARTS;  // keys whose scores are multiplied together
+constexpr int HELPERS = FP8 ? 3 : 1;  // warps
 
 constexpr int QUERY_BYTES = ROWS * ROW_BYTES;
 constexpr int BLOCK_BYTES = BLOCK_N * CACHE_ROW_BYTES;  // of keys, or of values
-// Of values as they are multiplied: rows of a key each, or in e4m3 of a dimension each.
-constexpr int WIDE_BYTES = WEIGHT_BYTES == 1 ? D * 128 : BLOCK_N * ROW_BYTES;
+// Of values as they are multiplied: where they were loaded, or in rows of a dimension each.
+constexpr int TRANSPOSED_BYTES = FP8 ? D * 128 : BLOCK_BYTES;
 
 constexpr int QUERY_OFFSET = 0;
 constexpr int KEY_OFFSET = QUERY_OFFSET + QUERY_SLOTS * QUERY_BYTES;
 constexpr int VALUE_OFFSET = KEY_OFFSET + STAGES * BLOCK_BYTES;
-constexpr int WIDE_OFFSET = WIDENS ? VALUE_OFFSET + STAGES * BLOCK_BYTES : VALUE_OFFSET;
-constexpr int KEPT_OFFSET = WIDE_OFFSET + WIDE_STAGES * WIDE_BYTES;
-constexpr int TILE_OFFSET = KEPT_OFFSET + (IS_OPTIMISTIC ? MATH_THREADS * KEPT * 4 : 0);
+constexpr int TRANSPOSED_OFFSET = FP8 ? VALUE_OFFSET + STAGES * BLOCK_BYTES : VALUE_OFFSET;
+constexpr int KEPT_OFFSET = TRANSPOSED_OFFSET + TRANSPOSED_STAGES * TRANSPOSED_BYTES;
+constexpr int TILE_OFFSET = KEPT_OFFSET + MATH_THREADS * KEPT * 4;
 constexpr int BARRIER_OFFSET = TILE_OFFSET + QUERY_SLOTS * 32;
-constexpr int NUM_BARRIERS = 4 * QUERY_SLOTS + 4 * STAGES + (WIDENS ? 2 * WIDE_STAGES : 0);
+constexpr int NUM_BARRIERS = 4 * QUERY_SLOTS + 4 * STAGES + (FP8 ? 2 * TRANSPOSED_STAGES : 0);
 static_assert(BARRIER_OFFSET + NUM_BARRIERS * 8 <= SHARED_BYTES, "too little memory");
-static_assert(KEY_OFFSET % 1024 == 0 && BLOCK_BYTES % 1024 == 0 && WIDE_OFFSET % 1024 == 0,
+static_assert(KEY_OFFSET % 1024 == 0 && BLOCK_BYTES % 1024 == 0,
               "a swizzle counts from multiples of 1024 bytes");
-static_assert(PART_N % 16 == 0 && PART_N <= 256, "wgmma multiplies 8 to 256 columns, 16 deep");
-static_assert(WEIGHT_BYTES == 2 || PART_N % 32 == 0 && BLOCK_N <= 128,
+static_assert(BLOCK_N % 16 == 0 && BLOCK_N <= 256, "wgmma multiplies 8 to 256 columns, 16 deep");
+static_assert(!FP8 || BLOCK_N % 32 == 0 && BLOCK_N <= 128,
               "wgmma multiplies 32 deep, and a dimension's values have 128 bytes");
 
-// Barriers of slots. Those of queries have two more, without WIDENS: values of their tile are
-// cleared behind the last key that a query sees, and before the first one.
+// Barriers of slots. Those of queries have two more, without FP8: values of their tile are cleared
+// behind the last key that a query sees, and before the first one.
 constexpr int QUERY_FULL = BARRIER_OFFSET;
 constexpr int QUERY_EMPTY = QUERY_FULL + QUERY_SLOTS * 8;
 constexpr int END_CLEARED = QUERY_EMPTY + QUERY_SLOTS * 8;
@@ -82,23 +84,18 @@ constexpr int KEY_FULL = START_CLEARED + QUERY_SLOTS * 8;
 constexpr int KEY_EMPTY = KEY_FULL + STAGES * 8;
 constexpr int VALUE_FULL = KEY_EMPTY + STAGES * 8;
 constexpr int VALUE_EMPTY = VALUE_FULL + STAGES * 8;
-constexpr int WIDE_FULL = WIDENS ? VALUE_EMPTY + STAGES * 8 : VALUE_FULL;
-constexpr int WIDE_EMPTY = WIDENS ? WIDE_FULL + WIDE_STAGES * 8 : VALUE_EMPTY;
+constexpr int TRANSPOSED_FULL = FP8 ? VALUE_EMPTY + STAGES * 8 : VALUE_FULL;
+constexpr int TRANSPOSED_EMPTY = FP8 ? TRANSPOSED_FULL + TRANSPOSED_STAGES * 8 : VALUE_EMPTY;
 
-// Named barriers; 0 is __syncthreads.
-constexpr int TURN_BARRIER = 1;  // + warpgroup
-constexpr int GROUP_BARRIER = TURN_BARRIER + WARPGROUPS;
+constexpr int GROUP_BARRIER = 1;  // + warpgroup. Named barrier 0 is __syncthreads.
 
 constexpr uint32_t ALL_LANES = 0xFFFFFFFF;
 constexpr float LOG2_E = 1.44269504f;
 // Of half of a lane's powers of one row and block, where no maximum is looked for: none of them is
-// larger. fp16 ends at 2^16, and e4m3 there.
-constexpr float MAXIMUM_SUM = WEIGHT_BYTES == 1 ? 448 : WIDENS ? 0x1p15f : 0x1p40f;
+// larger. 448 is the largest e4m3 value.
+constexpr float MAXIMUM_SUM = FP8 ? 448 : 0x1p40f;
 // Below every score, and its difference to one is no NaN.
 constexpr float NO_REFERENCE = -1e37f;
-// log2 of the largest power. bf16 has fp32's range; fp16 and e4m3 keep the most of small powers
-// where the largest are as large as they can hold.
-constexpr int HIGHEST = WEIGHT_BYTES == 1 ? 8 : WIDENS ? 15 : SLACK;
 
 __device__ unsigned int counters[COUNTERS][2];
 
@@ -162,7 +159,7 @@ struct Tile {
         head = same_in_warp(head);
         first_key = same_in_warp(first_key);
         num_keys = same_in_warp(num_keys);
-        if constexpr (WIDENS) {
+        if constexpr (FP8) {
             key_scale = __int_as_float(same_in_warp(key));
             value_scale = __int_as_float(same_in_warp(value));
         }
@@ -237,7 +234,7 @@ struct Producer {
                                           ~(arguments.box_rows - 1)
                                     : 0;
         tile.num_keys = tile.position + tile.num_tokens - tile.first_key;
-        if constexpr (WIDENS) {
+        if constexpr (FP8) {
             tile.key_scale = arguments.key_scales ? arguments.key_scales[tile.head] : 1;
             tile.value_scale = arguments.value_scales ? arguments.value_scales[tile.head] : 1;
         }
@@ -306,14 +303,10 @@ struct Producer {
         }
     }
 
-    // The index of this block's tile number `round`. Asked for a tile ahead, for what a counter in
-    // memory answers is late.
-    __device__ __forceinline__ int next_index(int round) const {
-        const int grid = gridDim.x, own = blockIdx.x;
-        if constexpr (IS_DYNAMIC)
-            return lane == 0 ? grid + atomicAdd(&counters[arguments.counter][0], 1) : 0;
-        else  // to and fro, so that no block has the longer tile of each round
-            return round * grid + (round % 2 ? grid - 1 - own : own);
+    // The index of this block's next tile, which is the next that no block has. Asked for a tile
+    // ahead, for what a counter in memory answers is late.
+    __device__ __forceinline__ int next_index() const {
+        return lane == 0 ? gridDim.x + atomicAdd(&counters[arguments.counter][0], 1) : 0;
     }
 
     __device__ __forceinline__ void run() {
@@ -322,14 +315,14 @@ struct Producer {
         int rows = -1, index = 0;
         if (work.tile.num_keys > 0) {
             rows = box_rows_of(work, (work.tile.num_blocks() - 1) / chunk_blocks);
-            index = next_index(1);  // and always read: it must not follow what ends the count
+            index = next_index();  // and always read: it must not follow what ends the count
         }
-        for (int round = 2; work.tile.num_keys > 0; ++round) {
+        while (work.tile.num_keys > 0) {
             const Work next = find(__shfl_sync(ALL_LANES, index, 0));
             int next_rows = -1;
             if (next.tile.num_keys > 0) {
                 next_rows = box_rows_of(next, (next.tile.num_blocks() - 1) / chunk_blocks);
-                index = next_index(round);
+                index = next_index();
             }
             load_queries(work.tile);
             load_blocks(work, rows);
@@ -337,7 +330,7 @@ struct Producer {
             rows = next_rows;
         }
         load_queries(work.tile);
-        if (IS_DYNAMIC && lane == 0) {
+        if (lane == 0) {
             unsigned int* counter = counters[arguments.counter];
             if (atomicAdd(counter + 1, 1) == gridDim.x - 1) counter[0] = counter[1] = 0;
         }
@@ -347,24 +340,11 @@ struct Producer {
 
 // ---- warpgroups that multiply ----------------------------------------------------------------
 
-// 2^x to 8e-5 of its value, and 2^-126 where x is below -126. On the multiply-add units.
-__device__ __forceinline__ float exp2_polynomial(float x) {
-    constexpr float TO_INTEGER = 12582912.f;  // 1.5 * 2^23: the sum's last bit is worth 1
-    x = fmaxf(x, -126.f);
-    if (IS_OPTIMISTIC) x = fminf(x, 127.f);
-    const float shifted = x + TO_INTEGER;
-    const float rest = x - (shifted - TO_INTEGER);
-    float power = fmaf(rest, 0.0551716685f, 0.242611125f);
-    power = fmaf(rest, power, 0.693260968f);
-    power = fmaf(rest, power, 0.999928057f);
-    return __uint_as_float((__float_as_uint(shifted) << 23) + __float_as_uint(power));
-}
-
 struct Math {
     // A lane has rows lane / 4 and that + 8 of its warp's 16, and of each 8 columns the two from
     // lane % 4 * 2 on: element 4 i + 2 r + c is row r, column 8 i + c.
-    float scores[PARTS][PART_N / 2];
-    uint32_t powers[PART_N * WEIGHT_BYTES / 32][4];
+    float scores[BLOCK_N / 2];
+    uint32_t powers[BLOCK_N * CACHE_BYTES / 32][4];  // as the left operand of multiply_values
     float sums[D / 2];
     float offset[2], total[2], factor[2];
     float added[4];  // of a block's powers: in even and odd columns, of either row
@@ -378,7 +358,7 @@ struct Math {
     const uint32_t query_descriptor, key_descriptor, value_descriptor;  // of the first slots
     Ring<QUERY_SLOTS> queries;
     Ring<STAGES> keys;
-    Ring<WIDE_STAGES> values;
+    Ring<TRANSPOSED_STAGES> values;
     Tile tile;
 
     __device__ __forceinline__ Math(uint32_t shared, const Arguments& arguments, int group)
@@ -389,18 +369,14 @@ struct Math {
           query_descriptor(same_in_warp(
               matrix_descriptor(shared + QUERY_OFFSET + group * 64 * ROW_BYTES))),
           key_descriptor(same_in_warp(matrix_descriptor(shared + KEY_OFFSET))),
-          value_descriptor(same_in_warp(matrix_descriptor(shared + WIDE_OFFSET))) {}
+          value_descriptor(same_in_warp(matrix_descriptor(shared + TRANSPOSED_OFFSET))) {}
 
     // What each kernel does in its own way. prepare_queries: and sets `scale`.
     __device__ __forceinline__ void prepare_queries();
-    template <int PART>
-    __device__ __forceinline__ void multiply_keys(int slot);
-    template <int PART>
-    __device__ __forceinline__ void round_powers();  // as the left operand of multiply_values
-    template <int PART>
+    __device__ __forceinline__ void multiply_keys();
+    __device__ __forceinline__ void round_powers();
     __device__ __forceinline__ void multiply_values(bool accumulate);
     // This warp's scores once more, by itself.
-    template <int PART>
     __device__ __forceinline__ void multiply_keys_again();
 
     __device__ __forceinline__ void release(uint32_t empty) const {
@@ -414,7 +390,7 @@ struct Math {
     }
 
     __device__ __forceinline__ void release_values() {
-        release(shared + WIDE_EMPTY + values.slot * 8);
+        release(shared + TRANSPOSED_EMPTY + values.slot * 8);
         values.advance();
     }
 
@@ -423,7 +399,7 @@ struct Math {
     }
 
     __device__ __forceinline__ void wait_for_values() const {
-        barrier_wait(shared + WIDE_FULL + values.slot * 8, values.phase);
+        barrier_wait(shared + TRANSPOSED_FULL + values.slot * 8, values.phase);
     }
 
     // The last key that a row's token sees, counted from the tile's first; of rows without a token
@@ -434,35 +410,31 @@ struct Math {
     }
 
     // Scores of keys that a row's token does not see become -inf, whatever they are.
-    template <int PART>
     __device__ __forceinline__ void mask(int block) {
-        float(&scores)[PART_N / 2] = this->scores[PART];
-        const int first_key = block * BLOCK_N + PART * PART_N, column = first_key + lane % 4 * 2;
+        const int first_key = block * BLOCK_N, column = first_key + lane % 4 * 2;
         const int row = warp_row + lane / 4;
         const int last[2] = {last_key(row) - column, last_key(row + 8) - column};
         const float hidden = __int_as_float(0xFF800000);
-        if (first_key + PART_N - 1 > last_key(warp_row)) {
+        if (first_key + BLOCK_N - 1 > last_key(warp_row)) {
 #pragma unroll
-            for (int i = 0; i < PART_N / 2; ++i)
+            for (int i = 0; i < BLOCK_N / 2; ++i)
                 if (i / 4 * 8 + i % 2 > last[i / 2 % 2]) scores[i] = hidden;
         }
         if (HAS_WINDOW && first_key <= last_key(warp_row + 15) - arguments.window) {
 #pragma unroll
-            for (int i = 0; i < PART_N / 2; ++i)
+            for (int i = 0; i < BLOCK_N / 2; ++i)
                 if (i / 4 * 8 + i % 2 <= last[i / 2 % 2] - arguments.window) scores[i] = hidden;
         }
     }
 
     // Whether sums have to be multiplied by `factor`, since a row has a new reference, as all rows
     // have that may, where a power would be above 2^limit.
-    template <int PART>
     __device__ __forceinline__ bool raise_references(float limit = HIGHEST) {
-        const float(&scores)[PART_N / 2] = this->scores[PART];
         float largest[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) largest[i] = scores[i];
 #pragma unroll
-        for (int i = 4; i < PART_N / 2; ++i) largest[i % 4] = fmaxf(largest[i % 4], scores[i]);
+        for (int i = 4; i < BLOCK_N / 2; ++i) largest[i % 4] = fmaxf(largest[i % 4], scores[i]);
         largest[0] = fmaxf(largest[0], largest[1]);
         largest[1] = fmaxf(largest[2], largest[3]);
         const float above = fmaxf(fmaf(largest[0], scale[0], offset[0]),
@@ -474,7 +446,7 @@ struct Math {
             largest_of_row = fmaxf(largest_of_row, __shfl_xor_sync(ALL_LANES, largest_of_row, 1));
             largest_of_row = fmaxf(largest_of_row, __shfl_xor_sync(ALL_LANES, largest_of_row, 2));
             const float most = fmaf(largest_of_row, -scale[r], HIGHEST - SLACK);
-            const float lowered = fminf(offset[r], WEIGHT_BYTES == 1 ? most : floorf(most));
+            const float lowered = fminf(offset[r], FP8 ? most : floorf(most));
             factor[r] = exp2_approx(lowered - offset[r]);
             offset[r] = lowered;
             total[r] *= factor[r];
@@ -483,14 +455,10 @@ struct Math {
     }
 
     // Each score becomes its power of two.
-    template <int PART>
     __device__ __forceinline__ void raise_to_powers() {
-        float(&scores)[PART_N / 2] = this->scores[PART];
 #pragma unroll
-        for (int i = 0; i < PART_N / 2; ++i) {
-            const float exponent = fmaf(scores[i], scale[i / 2 % 2], offset[i / 2 % 2]);
-            scores[i] = i * POLYNOMIALS % 8 < POLYNOMIALS ? exp2_polynomial(exponent)
-                                                          : exp2_approx(exponent);
+        for (int i = 0; i < BLOCK_N / 2; ++i) {
+            scores[i] = exp2_approx(fmaf(scores[i], scale[i / 2 % 2], offset[i / 2 % 2]));
             added[i % 4] = i < 4 ? scores[i] : added[i % 4] + scores[i];
         }
     }
@@ -507,57 +475,47 @@ struct Math {
         for (int i = 0; i < KEPT; ++i) kept[i] *= factor[i / 2 % 2];
     }
 
-    __device__ __forceinline__ void take_turn() const {
-        if (TURNS) named_sync(TURN_BARRIER + group, 256);
-    }
-
-    __device__ __forceinline__ void pass_turn() const {
-        named_arrive(TURN_BARRIER + (group + 1 == WARPGROUPS ? 0 : group + 1), 256);
-    }
-
     // Beside the values of the block before, with the lane's powers of that one.
     template <bool OPTIMISTIC>
     __device__ __forceinline__ void attend_to_next(int block, bool accumulate) {
         wait_for_keys();
         wait_for_values();
-        take_turn();
-        multiply_keys<0>(keys.slot);
-        if (TURNS == 1) pass_turn();
-        multiply_values<0>(accumulate);
-        if (TURNS == 2) pass_turn();
+        multiply_keys();
+        multiply_values(accumulate);
         wgmma_wait<1>();
-        fence_registers(scores[0]);
+        fence_registers(scores);
         bool is_raised = false;
         if constexpr (!OPTIMISTIC) {
             release_keys();
-            mask<0>(block);
-            is_raised = raise_references<0>();
+            mask(block);
+            is_raised = raise_references();
         }
-        raise_to_powers<0>();
-        fence_registers(scores[0]);
-        if constexpr (!OPTIMISTIC || !WAITS_LATE) take_values_in();
+        raise_to_powers();
+        fence_registers(scores);
+        wgmma_wait<0>();
+        fence_registers(scores);
+        fence_registers(sums);
+        release_values();
+        round_powers();
         if constexpr (OPTIMISTIC) {
             const float largest = fmaxf(fmaxf(added[0], added[1]), fmaxf(added[2], added[3]));
             if (__any_sync(ALL_LANES, !(largest < MAXIMUM_SUM))) {
-                wgmma_wait<0>();  // `powers` are free, which this takes the registers of
-                fence_registers(sums);
                 put_kept_away();
-                multiply_keys_again<0>();
-                is_raised = raise_references<0>(HIGHEST - SLACK);
-                raise_to_powers<0>();
-                if (!WAITS_LATE) round_powers<0>();
+                multiply_keys_again();
+                is_raised = raise_references(HIGHEST - SLACK);
+                raise_to_powers();
+                round_powers();
                 take_kept_back();
             }
             release_keys();
         }
         add_powers();
-        if constexpr (OPTIMISTIC && WAITS_LATE) take_values_in();
         if (is_raised) rescale();
     }
 
     // Adds the sums of the blocks behind this one to what is kept, if it is time; whether it was.
     __device__ __forceinline__ bool keep(int block) {
-        const bool is_time = KEPT_EVERY && block % max(KEPT_EVERY, 1) == 0;
+        const bool is_time = KEPT && block % KEPT_EVERY == 0;
         if (is_time) {
 #pragma unroll
             for (int i = 0; i < KEPT; ++i) kept[i] += sums[i];
@@ -583,121 +541,24 @@ struct Math {
         }
     }
 
-    // The values' product is waited for; the next one's left operand takes its place.
-    __device__ __forceinline__ void take_values_in() {
-        wgmma_wait<0>();
-        fence_registers(scores[0]);
-        fence_registers(sums);
-        release_values();
-        round_powers<0>();
-    }
-
-    // The scores of a part of a block become powers, while those of the next part and the values of
-    // the one before are multiplied; then those of the part after the next and these values.
-    template <int PART, bool OPTIMISTIC, bool IS_LAST = false>
-    __device__ __forceinline__ void attend_to_part(int block, int last_block) {
-        bool is_raised = false;
-        if constexpr (!OPTIMISTIC) {
-            mask<PART>(block);
-            is_raised = raise_references<PART>();
-        }
-        raise_to_powers<PART>();
-        if constexpr (OPTIMISTIC) {
-            const float largest = fmaxf(fmaxf(added[0], added[1]), fmaxf(added[2], added[3]));
-            if (__any_sync(ALL_LANES, !(largest < MAXIMUM_SUM))) {
-                put_kept_away();
-                multiply_keys_again<PART>();
-                is_raised = raise_references<PART>(HIGHEST - SLACK);
-                raise_to_powers<PART>();
-                take_kept_back();
-            }
-        }
-        add_powers();
-        fence_registers(scores[PART]);
-        wgmma_wait<0>();
-        fence_registers(scores[0]);
-        fence_registers(scores[1]);
-        fence_registers(sums);
-        if (is_raised) rescale();
-        bool accumulate = true;
-        if constexpr (PART == 1) {
-            accumulate = block != last_block;
-            if (accumulate) {
-                release_values();
-                accumulate = !keep(block);
-            }
-        }
-        round_powers<PART>();
-        Ring<STAGES> next = keys;
-        next.advance();
-        if (PART == 0) release_keys();
-        if constexpr (!IS_LAST) {
-            if (PART == 1) barrier_wait(shared + KEY_FULL + next.slot * 8, next.phase);
-            multiply_keys<PART>(next.slot);
-        }
-        if constexpr (PART == 1) {
-            wait_for_values();
-            if (!WIDENS && block == last_block)
-                barrier_wait(shared + END_CLEARED + queries.slot * 8, queries.phase);
-            if (!WIDENS && HAS_WINDOW && block == 0)
-                barrier_wait(shared + START_CLEARED + queries.slot * 8, queries.phase);
-        }
-        multiply_values<PART>(accumulate);
-    }
-
-    __device__ __forceinline__ void attend_in_parts() {
-        const int last_block = tile.num_blocks() - 1;
-        wait_for_keys();
-        multiply_keys<1>(keys.slot);
-        multiply_keys<0>(keys.slot);
-        wgmma_wait<1>();
-        fence_registers(scores[1]);
-        const int first_masked = IS_OPTIMISTIC ? min((tile.position + 1) / BLOCK_N, last_block) : 0;
-        int block = last_block;
-        for (; block >= max(first_masked, 1); --block) {
-            attend_to_part<1, false>(block, last_block);
-            attend_to_part<0, false>(block, last_block);
-        }
-        if constexpr (IS_OPTIMISTIC) {
-            for (; block >= 1; --block) {
-                attend_to_part<1, true>(block, last_block);
-                attend_to_part<0, true>(block, last_block);
-            }
-        }
-        attend_to_part<1, false, true>(0, last_block);
-        attend_to_part<0, false, true>(0, last_block);
-        wgmma_wait<0>();
-        fence_registers(sums);
-        release_values();
-    }
-
     __device__ __forceinline__ void attend() {
         offset[0] = offset[1] = -NO_REFERENCE;
         total[0] = total[1] = 0;
 #pragma unroll
         for (int i = 0; i < KEPT; ++i) kept[i] = 0;
-        if constexpr (PARTS == 2)
-            attend_in_parts();
-        else
-            attend_to_blocks();
-#pragma unroll
-        for (int i = 0; i < KEPT; ++i) sums[i] += kept[i];
-    }
-
-    __device__ __forceinline__ void attend_to_blocks() {
         int block = tile.num_blocks() - 1;
         wait_for_keys();
-        multiply_keys<0>(keys.slot);
+        multiply_keys();
         wgmma_wait<0>();
-        fence_registers(scores[0]);
+        fence_registers(scores);
         release_keys();
-        mask<0>(block);
-        raise_references<0>();
-        raise_to_powers<0>();
+        mask(block);
+        raise_references();
+        raise_to_powers();
         add_powers();
-        round_powers<0>();
+        round_powers();
         wait_for_values();
-        if (!WIDENS) barrier_wait(shared + END_CLEARED + queries.slot * 8, queries.phase);
+        if (!FP8) barrier_wait(shared + END_CLEARED + queries.slot * 8, queries.phase);
         bool accumulate = false;
         if constexpr (OVERLAPS) {
             const int first_masked = IS_OPTIMISTIC ? (tile.position + 1) / BLOCK_N : 0;
@@ -714,30 +575,32 @@ struct Math {
             wait_for_values();
         } else {
             while (--block >= 0) {
-                multiply_values<0>(accumulate);
+                multiply_values(accumulate);
                 wgmma_wait<0>();
                 fence_registers(sums);
                 release_values();
                 wait_for_keys();
-                multiply_keys<0>(keys.slot);
+                multiply_keys();
                 wgmma_wait<0>();
-                fence_registers(scores[0]);
+                fence_registers(scores);
                 release_keys();
-                mask<0>(block);
-                if (raise_references<0>()) rescale();
-                accumulate = !keep(block);
-                raise_to_powers<0>();
+                mask(block);
+                if (raise_references()) rescale();
+                raise_to_powers();
                 add_powers();
-                round_powers<0>();
+                round_powers();
                 wait_for_values();
+                accumulate = true;
             }
         }
-        if (!WIDENS && HAS_WINDOW)
+        if (!FP8 && HAS_WINDOW)
             barrier_wait(shared + START_CLEARED + queries.slot * 8, queries.phase);
-        multiply_values<0>(accumulate);
+        multiply_values(accumulate);
         wgmma_wait<0>();
         fence_registers(sums);
         release_values();
+#pragma unroll
+        for (int i = 0; i < KEPT; ++i) sums[i] += kept[i];
     }
 
     // Through the place of the tile's queries, which all four warps have multiplied.
@@ -756,7 +619,7 @@ struct Math {
             const float sink = __ldg(arguments.sinks + head);
             sum += exp2_approx(fmaf(sink, LOG2_E, offset[r]));
             inverse[r] = reciprocal_approx(sum);
-            if constexpr (WIDENS) inverse[r] *= tile.value_scale;
+            if constexpr (FP8) inverse[r] *= tile.value_scale;
         }
         named_sync(GROUP_BARRIER + group, 128);
         const uint32_t place =
@@ -794,7 +657,6 @@ struct Math {
     }
 
     __device__ __forceinline__ void run() {
-        if (TURNS && group == WARPGROUPS - 1) pass_turn();  // the first warpgroup begins
         while (true) {
             barrier_wait(shared + QUERY_FULL + queries.slot * 8, queries.phase);
             tile.get(shared + TILE_OFFSET + queries.slot * 32);
@@ -828,11 +690,11 @@ __device__ __forceinline__ void attend(uint32_t shared, const TensorMap& query_m
             barrier_init(shared + KEY_FULL + i * 8, 1);
             barrier_init(shared + VALUE_FULL + i * 8, 1);
             barrier_init(shared + KEY_EMPTY + i * 8, MATH_WARPS);
-            barrier_init(shared + VALUE_EMPTY + i * 8, WIDENS ? HELPERS : MATH_WARPS + HELPERS);
+            barrier_init(shared + VALUE_EMPTY + i * 8, FP8 ? HELPERS : MATH_WARPS + HELPERS);
         }
-        for (int i = 0; WIDENS && i < WIDE_STAGES; ++i) {
-            barrier_init(shared + WIDE_FULL + i * 8, HELPERS);
-            barrier_init(shared + WIDE_EMPTY + i * 8, MATH_WARPS);
+        for (int i = 0; FP8 && i < TRANSPOSED_STAGES; ++i) {
+            barrier_init(shared + TRANSPOSED_FULL + i * 8, HELPERS);
+            barrier_init(shared + TRANSPOSED_EMPTY + i * 8, MATH_WARPS);
         }
         barrier_init_fence();
     }

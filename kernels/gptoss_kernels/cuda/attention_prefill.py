@@ -1,9 +1,9 @@
 """Attention with sinks of many queries a sequence over paged keys and values: reference.attention.
 
 4 T N D operations for each key that a token sees, on the tensor cores, and T N exponentials, of
-which 16 a cycle and multiprocessor take as long as the operations at D = 64: bound by both. Keys of
-e4m3 are multiplied as they are, by queries of one e4m3 value or two: half the operations with keys,
-or none less. Values of e4m3 are widened to fp16, so their operations stay.
+which 16 a cycle and multiprocessor take as long as the operations at D = 64: bound by both. Over
+caches of e4m3 queries and weights become e4m3, too: half the operations' time, and exponentials
+bind.
 
 The kernels are attention_prefill.cu and attention_prefill_fp8.cu, most of both is
 attention_prefill.cuh; here are their contract, and the choice of tile.
@@ -71,16 +71,11 @@ def attention_prefill(
 
 @dataclass(frozen=True)
 class PrefillTile:
-    """Rows and keys of a tile over caches of bf16, and how its work is overlapped: what the kernel
-    is compiled for.
+    """Rows and keys of a tile over caches of bf16: what the kernel is compiled for.
 
     warpgroups: of 64 rows; block: keys at a time; stages: slots for keys and for values; blocks:
-    on a multiprocessor; overlaps, turns, parts, is_optimistic, waits_late: see
-    attention_prefill.cuh;
-    polynomials: of 8 exponentials, those that the multiply-add units compute; slack: log2 of how
-    far a maximum may outgrow what its row is scaled by; is_dynamic: tiles go to whichever block is
-    free; box_rows: the most keys that one copy brings, and with a window what the first one is a
-    multiple of.
+    on a multiprocessor; box_rows: the most keys that one copy brings, and with a window what the
+    first one is a multiple of.
     """
 
     warpgroups: int = 3
@@ -88,32 +83,11 @@ class PrefillTile:
     stages: int = 4
     query_slots: int = 2
     blocks: int = 1
-    overlaps: bool = True
-    turns: int = 2
-    polynomials: int = 0
-    slack: int = 8
-    parts: int = 1
-    is_optimistic: bool = False
-    waits_late: bool = False
     has_window: bool = False
-    is_dynamic: bool = True
     box_rows: int = 64
 
     name = "attention_prefill"
     dtype = torch.bfloat16
-
-    @property
-    def widens(self) -> bool:
-        """Values of its cache, to multiply them."""
-        return False
-
-    @property
-    def takes_turns(self) -> bool:
-        return self.overlaps and self.parts == 1 and self.warpgroups > 1
-
-    @property
-    def skips_maxima(self) -> bool:
-        return self.is_optimistic and self.overlaps and not self.has_window
 
     @property
     def rows(self) -> int:
@@ -131,7 +105,7 @@ class PrefillTile:
 
     @property
     def producer_registers(self) -> int:
-        return 32 if self.warpgroups == 3 else 40
+        return 32 if self.warpgroups >= 3 else 40
 
     @property
     def math_registers(self) -> int:
@@ -146,21 +120,11 @@ class PrefillTile:
             "WARPGROUPS": self.warpgroups,
             "BLOCK_N": self.block,
             "CACHE_BYTES": self.dtype.itemsize,
-            "WEIGHT_BYTES": 2,
-            "KEPT_EVERY": 0,
-            "PARTS": self.parts,
             "STAGES": self.stages,
-            "WIDE_STAGES": self.stages,
+            "TRANSPOSED_STAGES": self.stages,
             "QUERY_SLOTS": self.query_slots,
             "BLOCKS": self.blocks,
-            "OVERLAPS": int(self.overlaps),
-            "TURNS": self.turns if self.takes_turns else 0,
-            "POLYNOMIALS": self.polynomials,
-            "SLACK": self.slack,
-            "IS_OPTIMISTIC": int(self.skips_maxima),
-            "WAITS_LATE": int(self.waits_late),
             "HAS_WINDOW": int(self.has_window),
-            "IS_DYNAMIC": int(self.is_dynamic),
             "COUNTERS": runtime.COUNTERS,
             "SHARED_BYTES": self.shared_bytes,
             "MATH_REGISTERS": self.math_registers,
@@ -170,7 +134,7 @@ class PrefillTile:
     @property
     def products(self) -> str:
         """Of queries and keys, of weights and values."""
-        keys = runtime.wgmma_source(self.block // self.parts, "bf16")
+        keys = runtime.wgmma_source(self.block, "bf16")
         return keys + runtime.wgmma_source(
             _HEAD_DIM, "bf16", a_in_registers=True, transposes_b=True
         )
@@ -196,59 +160,39 @@ class PrefillTile:
 class PrefillFp8Tile(PrefillTile):
     """The same over caches of e4m3.
 
-    wide_stages: slots for values that were made over; query_terms: e4m3 values for each of a query,
-    1 or 2; widens_by_shifts: see attention_prefill_fp8.cu; weight_bytes: of weights and values when
-    they are multiplied, in fp16 or e4m3; kept_every: blocks of keys that are summed before the sums
-    are added to others, 0: all.
+    transposed_stages: slots for values that were transposed.
     """
 
-    wide_stages: int = 4
-    query_terms: int = 2
-    widens_by_shifts: bool = False
-    weight_bytes: int = 2
-    kept_every: int = 0
+    transposed_stages: int = 4
 
     name = "attention_prefill_fp8"
     dtype = torch.float8_e4m3fn
 
     @property
-    def widens(self) -> bool:
-        return self.weight_bytes == 2
-
-    @property
     def shared_bytes(self) -> int:
+        """Of full layers also a place for the sums that are kept."""
         queries = self.query_slots * (self.rows * _ROW_BYTES + 32 + 32)
-        narrow = 2 * self.stages * (self.block * _HEAD_DIM + 16)
-        wide = 128 * _HEAD_DIM if self.weight_bytes == 1 else self.block * _ROW_BYTES
-        kept = self.rows * _HEAD_DIM * 4 if self.kept_every and self.skips_maxima else 0
-        return queries + narrow + self.wide_stages * (wide + 16) + kept
+        loaded = 2 * self.stages * (self.block * _HEAD_DIM + 16)
+        transposed = self.transposed_stages * (_HEAD_DIM * 128 + 16)
+        kept = 0 if self.has_window else self.rows * _HEAD_DIM * 4
+        return queries + loaded + transposed + kept
 
     @property
     def defines(self) -> dict[str, int]:
-        return super().defines | {
-            "WIDE_STAGES": self.wide_stages,
-            "QUERY_TERMS": self.query_terms,
-            "WEIGHT_BYTES": self.weight_bytes,
-            "KEPT_EVERY": self.kept_every,
-            "WIDENS_BY_SHIFTS": int(self.widens_by_shifts),
-        }
+        return super().defines | {"TRANSPOSED_STAGES": self.transposed_stages}
 
     @property
     def products(self) -> str:
-        keys = runtime.wgmma_source(self.block // self.parts, "e4m3", narrow_b=True)
-        narrow = runtime.wgmma_source(_HEAD_DIM, "e4m3", a_in_registers=True)
-        wide = runtime.wgmma_source(_HEAD_DIM, "f16", a_in_registers=True, transposes_b=True)
-        return keys + narrow + wide
+        keys = runtime.wgmma_source(self.block, "e4m3", narrow_b=True)
+        return keys + runtime.wgmma_source(_HEAD_DIM, "e4m3", a_in_registers=True)
 
 
 _FULL_TILE = PrefillTile()
 # Of 24 tokens with 8 heads each: a window of 128 in two blocks, wherever it begins.
-_WINDOW_TILE = PrefillTile(block=96, stages=6, query_slots=3, turns=0, has_window=True, box_rows=32)
+_WINDOW_TILE = PrefillTile(block=96, stages=6, query_slots=3, has_window=True, box_rows=32)
 
 _FULL_FP8_TILE = PrefillFp8Tile()
-_WINDOW_FP8_TILE = PrefillFp8Tile(
-    block=96, stages=6, query_slots=3, turns=0, has_window=True, box_rows=32
-)
+_WINDOW_FP8_TILE = PrefillFp8Tile(block=96, stages=6, query_slots=3, has_window=True, box_rows=32)
 
 
 def choose_tile(dtype: torch.dtype, *, has_window: bool) -> PrefillTile:
@@ -294,7 +238,7 @@ def prepare(
     tile: PrefillTile | None,
 ) -> runtime.Launch:
     """Check, and pack a launch for any values of query_start, seq_lens and page_tables."""
-    contracts.check_gpu(query)
+    contracts.check_gpu(query, "query")
     inputs = (query, key_cache, value_cache, sinks, query_start, seq_lens, page_tables)
     contracts.check_attention_inputs(*inputs, window, key_scale, value_scale)
     num_tokens, num_heads, _ = query.shape
@@ -316,9 +260,7 @@ def prepare(
     most_tiles = (num_tokens // tokens + num_sequences) * num_kv_heads
     box_rows = min(page_size, tile.block & -tile.block, tile.box_rows)
     box = (box_rows, _HEAD_DIM)
-    # Swizzled rows, as the tensor cores read them, or matrices are; but not values to be widened.
-    row_bytes = _HEAD_DIM * key_cache.itemsize
-    value_swizzle = 0 if tile.widens else row_bytes
+    row_bytes = _HEAD_DIM * key_cache.itemsize  # swizzled, as the tensor cores and ldmatrix read
     return runtime.Launch(
         runtime.load(tile.spec, device),
         grid=min(most_tiles, tile.blocks * num_multiprocessors),
@@ -326,7 +268,7 @@ def prepare(
         arguments=(
             runtime.tensor_map(query, (tokens, group, _HEAD_DIM), 128),
             runtime.tensor_map(key_cache.view(-1, _HEAD_DIM), box, row_bytes),
-            runtime.tensor_map(value_cache.view(-1, _HEAD_DIM), box, value_swizzle),
+            runtime.tensor_map(value_cache.view(-1, _HEAD_DIM), box, row_bytes),
             _Arguments(
                 *(tensor.data_ptr() for tensor in (query_start, seq_lens, page_tables)),
                 *(None if each is None else each.data_ptr() for each in (key_scale, value_scale)),

@@ -1,29 +1,15 @@
-// attention_prefill.cuh over caches of e4m3.
+// attention_prefill.cuh over caches of e4m3: queries and powers are rounded to e4m3, and multiplied
+// with keys and values as they are.
 //
-// Scores are products of e4m3. The warpgroup of a row gives it a power of two as its scale, and
-// makes of each bf16 value QUERY_TERMS e4m3 values, in place: the nearest one, and the nearest one
-// to the rest. bf16 has 8 significant bits and e4m3 has 4, so the sum of the two is the value, but
-// for what is a thousand times smaller than the row's largest. The rest is multiplied first: of
-// each term of a sum, the tensor cores keep what is above some 2^-13 of the largest, and most
-// products of e4m3, which have 8 bits, survive that whole.
+// The warpgroup of a row of queries gives it a power of two as its scale, and rounds it in place.
 //
-// Values are multiplied in fp16, which holds each e4m3 value. Three warps widen them on their way,
-// from narrow slots to wide ones, and write zeros for those that no query of the tile sees: nothing
-// or anything was loaded there, and 0 * NaN is NaN. WIDENS_BY_SHIFTS: by integer instructions, 2^-8
-// times each value; a NaN becomes 480.
-//
-// WEIGHT_BYTES of 1: powers are rounded to e4m3, and values are multiplied as they are. A wgmma in
-// 8 bits wants its right operand along K, which are keys, so the three warps transpose values
-// instead: rows are dimensions. Of 8 keys x 16 dimensions, ldmatrix gives a lane two keys of two
-// neighbouring dimensions; of two such matrices, 8 keys apart, it makes the keys 2 j, 2 j + 1,
-// 2 j + 8, 2 j + 9 of either dimension (j = lane % 4), which become neighbours. So do a lane's
-// powers of 16 keys, which are of the same four keys, as the left operand.
-//
-// Otherwise powers are rounded to fp16 as well. So a row's reference is 15 - SLACK below where it
-// had to be: powers reach 2^15, and those down to 2^-21 of the largest keep all their bits.
-//
-// Defined by whoever compiles this, beside what attention_prefill.cuh says: WIDE_STAGES (slots for
-// widened values), QUERY_TERMS, WIDENS_BY_SHIFTS.
+// A wgmma in 8 bits wants its right operand along K, which for values are keys. So three warps
+// transpose values on their way from slot to slot: rows become dimensions. Of 8 keys x 16
+// dimensions, ldmatrix gives a lane two keys of two neighbouring dimensions; of two such matrices,
+// 8 keys apart, it makes the keys 2 j, 2 j + 1, 2 j + 8, 2 j + 9 of either dimension
+// (j = lane % 4), which become neighbours. So do a lane's powers of 16 keys, which are of the same
+// four keys, as the left operand. For values that no query of the tile sees they write zeros:
+// nothing or anything was loaded there, and 0 * NaN is NaN.
 
 static_assert(CACHE_BYTES == 1);
 
@@ -31,64 +17,19 @@ constexpr float SMALLEST_SCALE = 1e-37f;  // 0 * -inf is NaN
 // Of a row's largest: two bf16 of 2^-100, less than which is taken for that.
 constexpr uint32_t SMALLEST_QUERY = 0x0D800D80;
 
-// ---- three warps that widen ------------------------------------------------------------------
+// ---- three warps that transpose --------------------------------------------------------------
 
-// Two halves from the lower, two from the upper two of four e4m3 values.
-__device__ __forceinline__ void widen(uint32_t values, uint32_t& low, uint32_t& high) {
-    if constexpr (WIDENS_BY_SHIFTS) {
-        const uint32_t a = __byte_perm(values, 0, 0x1404), b = __byte_perm(values, 0, 0x3424);
-        low = (a & 0x80008000) | ((a >> 1) & 0x3F803F80);
-        high = (b & 0x80008000) | ((b >> 1) & 0x3F803F80);
-    } else {
-        to_halves(values, low, high);
-    }
-}
-
-struct Widener {
+struct Transposer {
     const uint32_t shared;
     const int window, warp;
     const int lane = threadIdx.x % 32;
     Ring<QUERY_SLOTS> queries;
     Ring<STAGES> values;
-    Ring<WIDE_STAGES> wide;
+    Ring<TRANSPOSED_STAGES> transposed;
 
-    // Of a block: rows `first` to `end` - 1 are seen. A warp has every third 8 rows, and a lane 16
-    // values of one of them.
-    __device__ __forceinline__ void widen_block(int first, int end) const {
-        constexpr int AT_A_TIME = 2;  // loads under way
-        const int row = lane / 4;
-        const uint32_t from = shared + VALUE_OFFSET + values.slot * BLOCK_BYTES + lane * 16;
-        const uint32_t to = shared + WIDE_OFFSET + wide.slot * WIDE_BYTES + row * ROW_BYTES +
-                            (lane % 4 * 2 ^ row) * 16;
-#pragma unroll
-        for (int start = 0; start < BLOCK_N; start += AT_A_TIME * HELPERS * 8) {
-            int words[AT_A_TIME][4] = {};
-#pragma unroll
-            for (int i = 0; i < AT_A_TIME; ++i) {
-                const int rows = start + (i * HELPERS + warp) * 8;
-                if (rows + row >= first && rows + row < min(end, BLOCK_N))
-                    load_shared(from + rows * CACHE_ROW_BYTES, words[i][0], words[i][1],
-                                words[i][2], words[i][3]);
-            }
-#pragma unroll
-            for (int i = 0; i < AT_A_TIME; ++i) {
-                const int rows = start + (i * HELPERS + warp) * 8;
-                uint32_t halves[8];
-#pragma unroll
-                for (int j = 0; j < 4; ++j) widen(words[i][j], halves[2 * j], halves[2 * j + 1]);
-                if (rows >= BLOCK_N) continue;
-                store_shared(to + rows * ROW_BYTES, halves[0], halves[1], halves[2], halves[3]);
-                store_shared((to ^ 16) + rows * ROW_BYTES, halves[4], halves[5], halves[6],
-                             halves[7]);
-            }
-        }
-        shared_fence();
-        __syncwarp();
-    }
-
-    // The same where values stay narrow: a warp has every third 16 keys x 32 dimensions.
+    // A warp has every third 16 keys x 32 dimensions. CLEARS: all keys but `first` to `end` - 1.
     template <bool CLEARS>
-    __device__ __forceinline__ void transpose_block(int first, int end) const {
+    __device__ __forceinline__ void transpose(int first, int end) const {
         constexpr int AT_A_TIME = 2;  // loads under way
         constexpr int PIECES = BLOCK_N / 8;
         const int row = lane % 8, matrix = lane / 8;
@@ -98,8 +39,8 @@ struct Widener {
         // Even dimensions, then odd ones, but the other way round in the last four of 8 rows: or
         // two rows each would lie in the same banks.
         const int dimension = matrix / 2 * 16 + row * 2 + (matrix % 2 ^ row / 4);
-        const uint32_t to = shared + WIDE_OFFSET + wide.slot * WIDE_BYTES + dimension * 128 +
-                            dimension % 8 * 16;
+        const uint32_t to = shared + TRANSPOSED_OFFSET + transposed.slot * TRANSPOSED_BYTES +
+                            dimension * 128 + dimension % 8 * 16;
         const uint32_t own = lane < 16 ? 0x6420 : 0x7531, other = own ^ 0x1111;
 #pragma unroll
         for (int start = 0; start < PIECES; start += AT_A_TIME * HELPERS) {
@@ -138,13 +79,11 @@ struct Widener {
         return bytes;
     }
 
-    __device__ __forceinline__ void make_over(int first, int end) const {
-        if constexpr (WEIGHT_BYTES == 2)
-            widen_block(first, end);
-        else if (first > 0 || end < BLOCK_N)
-            transpose_block<true>(first, end);
+    __device__ __forceinline__ void transpose_block(int first, int end) const {
+        if (first > 0 || end < BLOCK_N)
+            transpose<true>(first, end);
         else
-            transpose_block<false>(first, end);
+            transpose<false>(first, end);
     }
 
     __device__ __forceinline__ void arrive(uint32_t barrier, int slot) const {
@@ -163,12 +102,12 @@ struct Widener {
             const int first = HAS_WINDOW ? tile.position - window + 1 - tile.first_key : 0;
             for (int block = tile.num_blocks() - 1; block >= 0; --block) {
                 barrier_wait(shared + VALUE_FULL + values.slot * 8, values.phase);
-                barrier_wait(shared + WIDE_EMPTY + wide.slot * 8, wide.phase ^ 1);
-                make_over(first - block * BLOCK_N, tile.num_keys - block * BLOCK_N);
-                arrive(WIDE_FULL, wide.slot);
+                barrier_wait(shared + TRANSPOSED_EMPTY + transposed.slot * 8, transposed.phase ^ 1);
+                transpose_block(first - block * BLOCK_N, tile.num_keys - block * BLOCK_N);
+                arrive(TRANSPOSED_FULL, transposed.slot);
                 arrive(VALUE_EMPTY, values.slot);
                 values.advance();
-                wide.advance();
+                transposed.advance();
             }
         }
     }
@@ -176,8 +115,7 @@ struct Widener {
 
 // ---- warpgroups that multiply ----------------------------------------------------------------
 
-// The warp's rows of bf16 become e4m3: nearest values in the first half of a row, and what they
-// lack in the second half. Two lanes have a row.
+// The warp's rows of bf16 become e4m3, in the first half of each. Two lanes have a row.
 __device__ __forceinline__ void Math::prepare_queries() {
     const int row = lane / 2, half = lane % 2;
     const uint32_t place =
@@ -200,33 +138,19 @@ __device__ __forceinline__ void Math::prepare_queries() {
     // The power of two that takes it to at most 448 = 1.75 * 2^8, as the bits of a bf16.
     const uint32_t scale_bits = ((largest + 0x1F) & 0xFF80) - (8 << 7);
     const bool is_finite = largest < 0x7F80;
-    // fp16 has 15 as exponent of 1 where bf16 has 127, and three bits more behind it.
-    const uint32_t lowest = (scale_bits - (15 << 7)) * 0x10001;
-    const uint32_t offset = computed_here(lowest * 8);  // or it is two instructions each time
-    uint32_t nearest[8], rest[8];
+    const float inverse = __uint_as_float((254 << 23) - (scale_bits << 16));
+    int words[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        uint32_t halves[2], rounded[2];
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            const uint32_t pair = pairs[2 * i + j];
-            const uint32_t at_least_lowest = max_pair(pair & 0x7FFF7FFF, lowest);
-            halves[j] = (at_least_lowest * 8 - offset) | (pair & 0x80008000);
-        }
-        nearest[i] = pack_e4m3(halves[0], halves[1]);
-        to_halves(nearest[i], rounded[0], rounded[1]);
-        rest[i] = pack_e4m3(subtract_halves(halves[0], rounded[0]),
-                            subtract_halves(halves[1], rounded[1]));
+        const uint32_t a = pairs[2 * i], b = pairs[2 * i + 1];
+        words[i] = pack_e4m3(low_bf16(a) * inverse, high_bf16(a) * inverse, low_bf16(b) * inverse,
+                             high_bf16(b) * inverse);
     }
+    __syncwarp();  // a lane writes where the other one of its row has read
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const uint32_t unit = place + ((half * 2 + i) ^ row % 8) * 16;
-        store_shared(unit, nearest[4 * i], nearest[4 * i + 1], nearest[4 * i + 2],
-                     nearest[4 * i + 3]);
-        if (QUERY_TERMS == 2)
-            store_shared(unit ^ 64, rest[4 * i], rest[4 * i + 1], rest[4 * i + 2],
-                         rest[4 * i + 3]);
-    }
+    for (int i = 0; i < 2; ++i)
+        store_shared(place + ((half * 2 + i) ^ row % 8) * 16, words[4 * i], words[4 * i + 1],
+                     words[4 * i + 2], words[4 * i + 3]);
     shared_fence();
     const float of_keys = arguments.scale * tile.key_scale;
 #pragma unroll
@@ -235,75 +159,53 @@ __device__ __forceinline__ void Math::prepare_queries() {
                                           (lane / 4 + r * 8) * 2);
         scale[r] = max_nan(__uint_as_float(bits << 16) * of_keys, SMALLEST_SCALE);
     }
-    tile.value_scale *= WIDENS_BY_SHIFTS ? 256 : 1;
     named_sync(GROUP_BARRIER + group, 128);
 }
 
-template <int PART>
-__device__ __forceinline__ void Math::multiply_keys(int slot) {
-    float(&scores)[PART_N / 2] = this->scores[PART];
+__device__ __forceinline__ void Math::multiply_keys() {
     const uint32_t query = query_descriptor + queries.slot * (QUERY_BYTES / 16);
-    const uint32_t key = key_descriptor + slot * (BLOCK_BYTES / 16) +
-                         PART * (PART_N * CACHE_ROW_BYTES / 16);
+    const uint32_t key = key_descriptor + keys.slot * (BLOCK_BYTES / 16);
     fence_registers(scores);
     wgmma_fence();
 #pragma unroll
-    for (int k = 2 * QUERY_TERMS - 1; k >= 0; --k)  // 32 bytes along a swizzled row
-        wgmma_e4m3_narrow<PART_N>(scores, query + 2 * k, key + 2 * (k % 2),
-                                   k != 2 * QUERY_TERMS - 1);
+    for (int k = 0; k < D / 32; ++k)  // 32 bytes along a swizzled row
+        wgmma_e4m3_narrow<BLOCK_N>(scores, query + 2 * k, key + 2 * k, k != 0);
     wgmma_commit();
 }
 
-template <int PART>
 __device__ __forceinline__ void Math::multiply_values(bool accumulate) {
-    const uint32_t value = value_descriptor + values.slot * (WIDE_BYTES / 16) +
-                           PART * PART_N * (WEIGHT_BYTES == 1 ? 1 : ROW_BYTES) / 16;
+    const uint32_t value = value_descriptor + values.slot * (TRANSPOSED_BYTES / 16);
     fence_registers(sums);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < PART_N * WEIGHT_BYTES / 32; ++k) {
-        if constexpr (WEIGHT_BYTES == 1)  // 32 bytes along a swizzled row
-            wgmma_e4m3_registers<D>(sums, powers[k], value + 2 * k, accumulate || k != 0);
-        else  // 16 rows
-            wgmma_f16_registers_transposed<D>(sums, powers[k], value + k * (16 * ROW_BYTES / 16),
-                                              accumulate || k != 0);
-    }
+    for (int k = 0; k < BLOCK_N / 32; ++k)  // 32 bytes along a swizzled row
+        wgmma_e4m3_registers<D>(sums, powers[k], value + 2 * k, accumulate || k != 0);
     wgmma_commit();
 }
 
-template <int PART>
 __device__ __forceinline__ void Math::round_powers() {
-    const float(&scores)[PART_N / 2] = this->scores[PART];
-    if constexpr (WEIGHT_BYTES == 1) {
 #pragma unroll
-        for (int i = 0; i < PART_N / 8; ++i) {  // a row of 16 keys
-            const float* of_row = scores + i / 2 * 8 + i % 2 * 2;
-            powers[i / 4][i % 4] = pack_e4m3(of_row[0], of_row[1], of_row[4], of_row[5]);
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < PART_N / 4; ++i)
-            powers[i / 4][i % 4] = pack_f16(scores[2 * i], scores[2 * i + 1]);
+    for (int i = 0; i < BLOCK_N / 8; ++i) {  // a row of 16 keys
+        const float* of_row = scores + i / 2 * 8 + i % 2 * 2;
+        powers[i / 4][i % 4] = pack_e4m3(of_row[0], of_row[1], of_row[4], of_row[5]);
     }
 }
 
-template <int PART>
 __device__ __forceinline__ void Math::multiply_keys_again() {
-    float(&scores)[PART_N / 2] = this->scores[PART];
     // Of a row the first or the second 16 bytes, swizzled as the copy engine does it.
     const uint32_t query = shared + QUERY_OFFSET + queries.slot * QUERY_BYTES +
                            (warp_row + lane % 16) * ROW_BYTES + (lane / 16 ^ lane % 8) * 16;
     const uint32_t key = shared + KEY_OFFSET + keys.slot * BLOCK_BYTES +
-                         (PART * PART_N + lane / 16 * 8 + lane % 8) * CACHE_ROW_BYTES +
+                         (lane / 16 * 8 + lane % 8) * CACHE_ROW_BYTES +
                          (lane / 8 % 2 ^ lane % 8 / 2) * 16;
 #pragma unroll
-    for (int i = 0; i < PART_N / 16; ++i) {
+    for (int i = 0; i < BLOCK_N / 16; ++i) {
         float part[2][4] = {};
 #pragma unroll 1  // or registers do not suffice
-        for (int k = 2 * QUERY_TERMS - 1; k >= 0; --k) {
+        for (int k = 0; k < D / 32; ++k) {
             uint32_t a[4], b[4];
             load_matrices(computed_here(query) ^ k * 32, a);
-            load_matrices((computed_here(key) ^ k % 2 * 32) + i * 16 * CACHE_ROW_BYTES, b);
+            load_matrices((computed_here(key) ^ k * 32) + i * 16 * CACHE_ROW_BYTES, b);
             multiply_e4m3(part[0], a, {b[0], b[1]});
             multiply_e4m3(part[1], a, {b[2], b[3]});
         }
@@ -318,5 +220,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                           const __grid_constant__ TensorMap value_map,
                           const __grid_constant__ Arguments arguments) {
     extern __shared__ __align__(1024) unsigned char memory[];
-    attend<Widener>(shared_address(memory), query_map, key_map, value_map, arguments);
+    attend<Transposer>(shared_address(memory), query_map, key_map, value_map, arguments);
 }

@@ -129,7 +129,7 @@ def nvrtc_version() -> str:
 
 def wgmma_source(
     columns: int,
-    values: Literal["e4m3", "bf16", "f16"] = "e4m3",
+    values: Literal["e4m3", "bf16"] = "e4m3",
     *,
     a_in_registers: bool = False,
     transposes_b: bool = False,

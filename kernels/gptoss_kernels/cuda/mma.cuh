@@ -58,27 +58,6 @@ __device__ __forceinline__ uint32_t pack_f16(float low, float high) {
     return packed;
 }
 
-// Four e4m3 values of four halves, the first in the lowest byte; ties to even.
-__device__ __forceinline__ uint32_t pack_e4m3(uint32_t low, uint32_t high) {
-    uint32_t packed;
-    asm("{\n"
-        ".reg .b16 a, b;\n"
-        "cvt.rn.satfinite.e4m3x2.f16x2 a, %1;\n"
-        "cvt.rn.satfinite.e4m3x2.f16x2 b, %2;\n"
-        "mov.b32 %0, {a, b};\n"
-        "}"
-        : "=r"(packed)
-        : "r"(low), "r"(high));
-    return packed;
-}
-
-// a - b, of each half.
-__device__ __forceinline__ uint32_t subtract_halves(uint32_t a, uint32_t b) {
-    uint32_t difference;
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(difference) : "r"(b), "r"(0xBC00BC00), "r"(a));
-    return difference;
-}
-
 // 2^x to 2^-22 of its value; 0 where that would be a denormal number.
 __device__ __forceinline__ float exp2_approx(float x) {
     float power;

@@ -277,26 +277,10 @@ inline void cvt_rn_f16x2_f32(b32& target, float high, float low) {
 inline void cvt_rn_satfinite_e4m3x2_f32(b16& target, float high, float low) {
     target = b16(emulator::narrow_e4m3(low) | emulator::narrow_e4m3(high) << 8);
 }
-inline void cvt_rn_satfinite_e4m3x2_f16x2(b16& target, b32 values) {
-    using emulator::Type, emulator::widen;
-    cvt_rn_satfinite_e4m3x2_f32(target, widen(Type::F16, half_of(values, 1)),
-                                widen(Type::F16, half_of(values, 0)));
-}
 inline void cvt_rn_f16x2_e4m3x2(b32& target, b16 values) {
     using emulator::Type, emulator::widen, emulator::narrow_f16;
     target = pair(narrow_f16(widen(Type::E4M3, values & 0xFF)),
                   narrow_f16(widen(Type::E4M3, values >> 8)));
-}
-
-inline void fma_rn_f16x2(b32& target, b32 a, b32 b, b32 c) {
-    b16 results[2];
-    for (int i = 0; i < 2; ++i) {
-        const auto wide = [i](b32 pair) {
-            return emulator::widen(emulator::Type::F16, half_of(pair, i));
-        };
-        results[i] = emulator::narrow_f16(fmaf(wide(a), wide(b), wide(c)));
-    }
-    target = pair(results[0], results[1]);
 }
 
 }  // namespace ptx
