@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gptoss_kernels.cuda import runtime
 from gptoss_kernels.cuda.attention_prefill import (
+    PrefillFp8Tile,
     PrefillTile,
     attention_prefill,
     choose_tile,
@@ -25,13 +26,14 @@ from gptoss_kernels.cuda.build import build
 from .attention_cases import BF16_BOUNDS, E4M3, Case, Errors, errors, exact, make_case, wrong_twins
 from .emulator import EmulationError, emulated, replacing
 
+SERVED = [tile for tile in served_tiles() if tile.dtype == torch.bfloat16]
 FULL_TILES = (
-    PrefillTile(warpgroups=4, block=64, stages=6),
+    *(tile for tile in SERVED if not tile.has_window),
     PrefillTile(warpgroups=2, block=192, stages=3),
-    PrefillTile(warpgroups=1, stages=2, blocks=2),
     PrefillTile(warpgroups=1, block=64, stages=2, query_slots=1, blocks=3),
 )
 WINDOW_TILES = (
+    *(tile for tile in SERVED if tile.has_window),
     PrefillTile(block=64, stages=8, has_window=True),
     PrefillTile(warpgroups=2, block=192, stages=3, has_window=True),
     PrefillTile(warpgroups=1, block=64, blocks=3, stages=2, has_window=True),
@@ -70,13 +72,13 @@ def emulated_errors(
 # ---- emulated ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tile", [None, *FULL_TILES], ids=str)
+@pytest.mark.parametrize("tile", FULL_TILES, ids=str)
 def test_tiles_of_full_layers(tile: PrefillTile | None) -> None:
     case = make_case(MIXED, heads=(16, 2))
     assert emulated_errors(case, tile).within(BF16_BOUNDS)
 
 
-@pytest.mark.parametrize("tile", [None, *WINDOW_TILES], ids=str)
+@pytest.mark.parametrize("tile", WINDOW_TILES, ids=str)
 def test_tiles_of_window_layers(tile: PrefillTile | None) -> None:
     for window in (128, 1):
         case = make_case(MIXED, heads=(8, 1), window=window)
@@ -98,10 +100,11 @@ def test_page_tables_are_read_in_pieces_of_32_boxes(page_size: int) -> None:
     assert emulated_errors(case).within(BF16_BOUNDS)
 
 
-@pytest.mark.parametrize("window", [None, 500])
+@pytest.mark.parametrize("tile", SERVED, ids=str)
 @pytest.mark.parametrize("rise", [0.05, 2.0, 400.0])
-def test_references_rise_from_block_to_block(rise: float, window: int | None) -> None:
-    assert emulated_errors(falling_scores(rise, window)).within(BF16_BOUNDS)
+def test_references_rise_from_block_to_block(tile: PrefillTile, rise: float) -> None:
+    case = falling_scores(rise, 500 if tile.has_window else None)
+    assert emulated_errors(case, tile).within(BF16_BOUNDS)
 
 
 def falling_scores(fall: float, window: int | None = None) -> Case:
@@ -139,7 +142,7 @@ def test_blocks_in_any_number_give_equal_bits() -> None:
     given = []
     for num_multiprocessors in (1, 5, 64):
         with emulated(num_multiprocessors=num_multiprocessors):
-            given.append(attend(case))
+            given.append(attend(case, FULL_TILES[0]))
     assert given[0].equal(given[1])
     assert given[0].equal(given[2])
 
@@ -194,9 +197,7 @@ def test_emulator_sees_a_kernel_that_lacks_an_order(line: str) -> None:
 
 
 def test_served_tiles_compile_without_spills_and_serialised_products() -> None:
-    tiles = list(served_tiles())
-    assert {tile.has_window for tile in tiles} == {False, True}
-    for built in build((tile.spec for tile in tiles), jobs=1):
+    for built in build((tile.spec for tile in served_tiles()), jobs=1):
         assert not built.faults, str(built.spec)
 
 
@@ -208,12 +209,26 @@ def test_tiles_have_room(tile: PrefillTile) -> None:
     assert tile.blocks * 128 * registers <= 65_536
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "rows", "fp8_rows"),
+    # With 64 heads a round has 264 tokens in tiles of 64 rows, 396 of 192, 528 of 256.
+    [
+        *((1, 64, 64), (264, 64, 64), (265, 192, 192), (396, 192, 192), (397, 256, 64)),
+        *((528, 256, 64), (529, 192, 192), (792, 192, 192), (1057, 192, 192), (8192, 256, 192)),
+    ],
+)
+def test_the_tile_is_taken_whose_rounds_end_first(
+    num_tokens: int, rows: int, fp8_rows: int
+) -> None:
+    for dtype, expected in ((torch.bfloat16, rows), (E4M3, fp8_rows)):
+        tile = choose_tile(dtype, 64 * num_tokens, has_window=False, num_multiprocessors=132)
+        assert (tile.rows, tile.dtype, tile.has_window) == (expected, dtype, False)
+        assert tile in served_tiles()
+
+
 def test_refusals_are_said() -> None:
     case = make_case([(20, 20)], heads=(8, 1))
-    of_window, of_fp8 = (
-        choose_tile(torch.bfloat16, has_window=True),
-        choose_tile(E4M3, has_window=False),
-    )
+    of_window, of_fp8 = WINDOW_TILES[0], PrefillFp8Tile()
     with emulated():
         with pytest.raises(ValueError, match="is for layers with window"):
             attend(case, of_window)
@@ -227,7 +242,7 @@ def test_refusals_are_said() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", [None, *FULL_TILES], ids=str)
+@pytest.mark.parametrize("tile", FULL_TILES, ids=str)
 def test_tiles_of_full_layers_on_a_gpu(tile: PrefillTile | None) -> None:
     for sequences in (MIXED, [(5000, 5000), (9000, 1000)]):
         case = make_case(sequences, heads=(64, 8), device="cuda")
@@ -238,7 +253,7 @@ def test_tiles_of_full_layers_on_a_gpu(tile: PrefillTile | None) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", [None, *WINDOW_TILES], ids=str)
+@pytest.mark.parametrize("tile", WINDOW_TILES, ids=str)
 def test_tiles_of_window_layers_on_a_gpu(tile: PrefillTile | None) -> None:
     for sequences in (MIXED, [(5000, 5000), (9000, 1000)]):
         case = make_case(sequences, heads=(64, 8), window=128, device="cuda")

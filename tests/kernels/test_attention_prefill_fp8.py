@@ -19,7 +19,6 @@ from gptoss_kernels.cuda.attention_prefill import (
     PrefillFp8Tile,
     PrefillTile,
     attention_prefill,
-    choose_tile,
     served_tiles,
 )
 
@@ -45,10 +44,9 @@ BOUNDS = Errors(3e-2, 8e-2)
 # So do queries, of each score's parts, where it is not them that are looked at.
 QUERY_BOUNDS = Errors(5e-2, 0.5)
 TILES = (
-    PrefillFp8Tile(warpgroups=2),
+    *(tile for tile in served_tiles() if isinstance(tile, PrefillFp8Tile)),
+    PrefillFp8Tile(warpgroups=2, block=96, box_rows=32),
     PrefillFp8Tile(stages=2, transposed_stages=2),
-    PrefillFp8Tile(warpgroups=1, blocks=2),
-    PrefillFp8Tile(block=96, has_window=True),
     PrefillFp8Tile(block=64, has_window=True),
 )
 
@@ -188,8 +186,8 @@ def test_without_scales_they_are_one() -> None:
 
 
 def test_small_powers_beside_a_large_one_are_kept() -> None:
-    """One key weighs as much as all others together, 2^-11 of it each: of 2^4, which is the largest
-    power, or of 2^8, which it may become, no less than the smallest e4m3 value."""
+    """One key weighs as much as all others together, 2^-11 of it each: 2^-7 beside its 2^4, where
+    the smallest e4m3 value is 2^-9."""
     length = 2049
     case = fp8_case([(length, 1)], heads=(8, 1), scores="plain", sinks=[-math.inf])
     query = torch.zeros_like(case.query)
@@ -210,7 +208,7 @@ def test_another_type_of_cache_is_refused() -> None:
         emulated(),
         pytest.raises(ValueError, match=r"is for caches of torch.bfloat16, got .*e4m3"),
     ):
-        run(case, choose_tile(torch.bfloat16, has_window=False))
+        run(case, PrefillTile())
 
 
 # ---- wrong kernels -----------------------------------------------------------------------------
@@ -284,9 +282,7 @@ def expected_on_gpu(window: int | None) -> Tensor:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "tile", [*(t for t in served_tiles() if t.dtype == E4M3), *TILES], ids=lambda tile: tile.variant
-)
+@pytest.mark.parametrize("tile", TILES, ids=lambda tile: tile.variant)
 def test_every_tile_on_a_gpu(tile: PrefillFp8Tile) -> None:
     window = 128 if tile.has_window else None
     case = on_gpu(window=window)

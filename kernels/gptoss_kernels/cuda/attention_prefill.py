@@ -187,28 +187,54 @@ class PrefillFp8Tile(PrefillTile):
         return keys + runtime.wgmma_source(_HEAD_DIM, "e4m3", a_in_registers=True)
 
 
-_FULL_TILE = PrefillTile()
+# Of layers without a window, the fastest for many rows first; and how long a round of each takes on
+# all multiprocessors, compared with that one's. Four warpgroups fill each other's waits better than
+# three, and have the registers for 64 keys at a time; but not beside sums that are kept.
+_FULL_TILES: dict[torch.dtype, tuple[tuple[PrefillTile, float], ...]] = {
+    torch.bfloat16: (
+        (PrefillTile(warpgroups=4, block=64, stages=6), 1.0),
+        (PrefillTile(), 0.77),
+        (PrefillTile(warpgroups=1, stages=2, blocks=2), 0.58),
+    ),
+    torch.float8_e4m3fn: (
+        (PrefillFp8Tile(), 1.0),
+        (PrefillFp8Tile(warpgroups=1, stages=3, transposed_stages=3, blocks=2), 0.75),
+    ),
+}
 # Of 24 tokens with 8 heads each: a window of 128 in two blocks, wherever it begins.
-_WINDOW_TILE = PrefillTile(block=96, stages=6, query_slots=3, has_window=True, box_rows=32)
+_WINDOW_TILES = {
+    torch.bfloat16: PrefillTile(block=96, stages=6, query_slots=3, has_window=True, box_rows=32),
+    torch.float8_e4m3fn: PrefillFp8Tile(
+        block=96, stages=6, query_slots=3, has_window=True, box_rows=32
+    ),
+}
 
-_FULL_FP8_TILE = PrefillFp8Tile()
-_WINDOW_FP8_TILE = PrefillFp8Tile(block=96, stages=6, query_slots=3, has_window=True, box_rows=32)
 
+def choose_tile(
+    dtype: torch.dtype, num_rows: int, *, has_window: bool, num_multiprocessors: int
+) -> PrefillTile:
+    """For caches of that type, and `num_rows` tokens times query heads.
 
-def choose_tile(dtype: torch.dtype, *, has_window: bool) -> PrefillTile:
-    """For caches of that type."""
-    if dtype == torch.float8_e4m3fn:
-        return _WINDOW_FP8_TILE if has_window else _FULL_FP8_TILE
-    return _WINDOW_TILE if has_window else _FULL_TILE
+    In a launch of few rounds the last one counts, in which most multiprocessors may be idle: up to
+    three rounds of the first tile, that one is taken whose rounds end first.
+    """
+    if has_window:
+        return _WINDOW_TILES[dtype]
+    tiles = _FULL_TILES[dtype]
+
+    def num_rounds(tile: PrefillTile) -> int:
+        return math.ceil(num_rows / (tile.rows * tile.blocks * num_multiprocessors))
+
+    if num_rounds(tiles[0][0]) > 3:
+        return tiles[0][0]
+    return min(tiles, key=lambda each: num_rounds(each[0]) * each[1])[0]
 
 
 def served_tiles() -> Iterator[PrefillTile]:
     """All that choose_tile can give."""
-    return (
-        choose_tile(dtype, has_window=has_window)
-        for dtype in contracts.CACHE_DTYPES
-        for has_window in (False, True)
-    )
+    for dtype in contracts.CACHE_DTYPES:
+        yield from (tile for tile, _ in _FULL_TILES[dtype])
+        yield _WINDOW_TILES[dtype]
 
 
 class _Arguments(ctypes.Structure):
@@ -246,14 +272,19 @@ def prepare(
     contracts.check_output("out", out, torch.bfloat16, (num_tokens, num_heads * _HEAD_DIM), query)
     contracts.check_contiguous("out", out)
     contracts.check_score_scale(scale)
-    tile = tile or choose_tile(key_cache.dtype, has_window=window is not None)
+    device = query.get_device()
+    num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    tile = tile or choose_tile(
+        key_cache.dtype,
+        num_tokens * num_heads,
+        has_window=window is not None,
+        num_multiprocessors=num_multiprocessors,
+    )
     if tile.has_window != (window is not None):
         raise ValueError(f"{tile} is for layers {'with' if tile.has_window else 'without'} window")
     if tile.dtype != key_cache.dtype:
         raise ValueError(f"{tile} is for caches of {tile.dtype}, got {key_cache.dtype}")
 
-    device = query.get_device()
-    num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     num_sequences = page_tables.shape[0]
     group = num_heads // num_kv_heads
     tokens = tile.rows // group
