@@ -222,7 +222,7 @@ def rope_and_cache_write(
         if cache.dtype == E4M3:  # which PyTorch does not scatter on a CPU
             cache, stored = cache.view(torch.uint8), stored.view(torch.uint8)
         cache[slots // page_size, :, slots % page_size] = stored
-    return query
+    return query.contiguous()
 
 
 def _as_cached(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:

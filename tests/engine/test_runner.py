@@ -548,6 +548,11 @@ def test_each_product_of_a_model_is_that_of_the_reference(gemm: Gemm):
     assert min(wrong.errors["experts"]) > 2e-2
 
 
+# Of ours for Hopper, whose prefills over a cache in fp8 multiply e4m3 by e4m3: queries and the
+# weights of keys are rounded, too.
+E4M3_WEIGHTS = 6e-2
+
+
 class OtherHeadsSinks:
     """Wrong: each query head has the sink of the head before."""
 
@@ -580,11 +585,12 @@ def test_attention_of_a_model_is_that_of_the_reference(attention: Attention, cac
     assert all(len(beside.errors[name]) == made.config.num_layers for name in names)
     # The reference rounds cosines, sines and each of their products.
     assert max(beside.errors["rope_and_cache_write"]) < 8e-3
-    assert max(beside.errors["attention"]) < 5e-3
+    bound = E4M3_WEIGHTS if attention == "cuda" and cache == torch.float8_e4m3fn else 5e-3
+    assert max(beside.errors["attention"]) < bound
 
     wrong = Beside(OtherHeadsSinks(kernels), "attention")
     logits_of_all(made.config, weights, token_ids, wrong, cache)
-    assert min(wrong.errors["attention"]) > 2e-2
+    assert min(wrong.errors["attention"]) > 4 * bound
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 90])
@@ -621,8 +627,8 @@ def test_attention_of_each_step_is_that_of_the_reference(
     Stepper(runner, page_size=64).generate(*made, num_tokens=4, chunk=chunk)
     num_steps = -(-max(each.num_prompt_tokens for each in made) // chunk) + 3
     assert len(beside.errors["attention"]) >= num_steps
-    # Weights of prefills over a cache in fp8 are e4m3 themselves.
-    assert max(beside.errors["attention"]) < (4e-2 if kv_cache == "fp8" and chunk > 8 else 5e-3)
+    has_e4m3_weights = attention == "cuda" and kv_cache == "fp8" and chunk > 8
+    assert max(beside.errors["attention"]) < (E4M3_WEIGHTS if has_e4m3_weights else 5e-3)
 
 
 def test_a_cache_in_fp8_has_few_bytes_and_changes_logits_little(tiny_checkpoint: TinyCheckpoint):
