@@ -8,12 +8,14 @@ of this kernel among them.
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from gptoss_kernels.cuda import runtime
+from gptoss_kernels.cuda.attention import attention
 from gptoss_kernels.cuda.attention_prefill import (
     PrefillFp8Tile,
     PrefillTile,
@@ -29,14 +31,14 @@ from .emulator import EmulationError, emulated, replacing
 SERVED = [tile for tile in served_tiles() if tile.dtype == torch.bfloat16]
 FULL_TILES = (
     *(tile for tile in SERVED if not tile.has_window),
-    PrefillTile(warpgroups=2, block=192, stages=3),
-    PrefillTile(warpgroups=1, block=64, stages=2, query_slots=1, blocks=3),
+    PrefillTile(warpgroups=2, keys=192, stages=3),
+    PrefillTile(warpgroups=1, keys=64, stages=2, query_slots=1, blocks=3),
 )
 WINDOW_TILES = (
     *(tile for tile in SERVED if tile.has_window),
-    PrefillTile(block=64, stages=8, has_window=True),
-    PrefillTile(warpgroups=2, block=192, stages=3, has_window=True),
-    PrefillTile(warpgroups=1, block=64, blocks=3, stages=2, has_window=True),
+    PrefillTile(keys=64, stages=8, has_window=True),
+    PrefillTile(warpgroups=2, keys=192, stages=3, has_window=True),
+    PrefillTile(warpgroups=1, keys=64, blocks=3, stages=2, has_window=True),
 )
 # (tokens in all, queries): chunks that begin anywhere, several tiles, sequences without queries.
 MIXED = [(300, 30), (129, 1), (0, 0), (50, 50), (70, 0), (393, 200)]
@@ -73,13 +75,13 @@ def emulated_errors(
 
 
 @pytest.mark.parametrize("tile", FULL_TILES, ids=str)
-def test_tiles_of_full_layers(tile: PrefillTile | None) -> None:
+def test_tiles_of_full_layers(tile: PrefillTile) -> None:
     case = make_case(MIXED, heads=(16, 2))
     assert emulated_errors(case, tile).within(BF16_BOUNDS)
 
 
 @pytest.mark.parametrize("tile", WINDOW_TILES, ids=str)
-def test_tiles_of_window_layers(tile: PrefillTile | None) -> None:
+def test_tiles_of_window_layers(tile: PrefillTile) -> None:
     for window in (128, 1):
         case = make_case(MIXED, heads=(8, 1), window=window)
         assert emulated_errors(case, tile).within(BF16_BOUNDS)
@@ -236,6 +238,9 @@ def test_refusals_are_said() -> None:
             attend(case, of_fp8)
         with pytest.raises(ValueError, match="scale must be above 0"):
             attend(replace(case, scale=0.0))
+        elsewhere = torch.empty(20, 512, dtype=torch.bfloat16, device="meta")
+        with pytest.raises(ValueError, match="out must be on the device of query, got meta"):
+            case.run(partial(attention, out=elsewhere))
 
 
 # ---- on a GPU ----------------------------------------------------------------------------------
@@ -243,7 +248,7 @@ def test_refusals_are_said() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tile", FULL_TILES, ids=str)
-def test_tiles_of_full_layers_on_a_gpu(tile: PrefillTile | None) -> None:
+def test_tiles_of_full_layers_on_a_gpu(tile: PrefillTile) -> None:
     for sequences in (MIXED, [(5000, 5000), (9000, 1000)]):
         case = make_case(sequences, heads=(64, 8), device="cuda")
         expected, out = exact(case), attend(case, tile)
@@ -254,7 +259,7 @@ def test_tiles_of_full_layers_on_a_gpu(tile: PrefillTile | None) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tile", WINDOW_TILES, ids=str)
-def test_tiles_of_window_layers_on_a_gpu(tile: PrefillTile | None) -> None:
+def test_tiles_of_window_layers_on_a_gpu(tile: PrefillTile) -> None:
     for sequences in (MIXED, [(5000, 5000), (9000, 1000)]):
         case = make_case(sequences, heads=(64, 8), window=128, device="cuda")
         expected, out = exact(case), attend(case, tile)

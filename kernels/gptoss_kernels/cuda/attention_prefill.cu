@@ -86,28 +86,6 @@ __device__ __forceinline__ void Math::round_powers() {
         powers[i / 4][i % 4] = pack_bf16(scores[2 * i], scores[2 * i + 1]);
 }
 
-__device__ __forceinline__ void Math::multiply_keys_again() {
-    // Of a row the first or the second 16 bytes, swizzled as the copy engine does it.
-    const uint32_t query = shared + QUERY_OFFSET + queries.slot * QUERY_BYTES +
-                           (warp_row + lane % 16) * ROW_BYTES + (lane / 16 ^ lane % 8) * 16;
-    const uint32_t key = shared + KEY_OFFSET + keys.slot * BLOCK_BYTES +
-                         (lane / 16 * 8 + lane % 8) * ROW_BYTES + (lane / 8 % 2 ^ lane % 8) * 16;
-#pragma unroll
-    for (int i = 0; i < BLOCK_N / 16; ++i) {
-        float part[2][4] = {};
-#pragma unroll
-        for (int k = 0; k < D / 16; ++k) {
-            uint32_t a[4], b[4];
-            load_matrices(computed_here(query) ^ k * 32, a);
-            load_matrices((computed_here(key) ^ k * 32) + i * 16 * ROW_BYTES, b);
-            multiply_bf16(part[0], a, {b[0], b[1]});
-            multiply_bf16(part[1], a, {b[2], b[3]});
-        }
-#pragma unroll
-        for (int j = 0; j < 8; ++j) scores[8 * i + j] = part[j / 4][j % 4];
-    }
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     attention_prefill(const __grid_constant__ TensorMap query_map,
                       const __grid_constant__ TensorMap key_map,

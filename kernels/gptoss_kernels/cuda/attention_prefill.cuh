@@ -245,7 +245,7 @@ struct Producer {
 
     // Of the boxes of `chunk_blocks` blocks, in order, one for each lane: the row of the caches'
     // matrices where it begins; negative where there is nothing to load.
-    __device__ __forceinline__ int box_rows_of(const Work& work, int chunk) const {
+    __device__ __forceinline__ int first_rows(const Work& work, int chunk) const {
         const int box = chunk * chunk_blocks * block_boxes + lane;
         const int offset = box * arguments.box_rows;
         if (lane >= chunk_blocks * block_boxes || offset >= work.tile.num_keys) return -1;
@@ -287,7 +287,7 @@ struct Producer {
     __device__ __forceinline__ void load_blocks(const Work& work, int rows) {
         const int last = work.tile.num_blocks() - 1;
         int chunk = last / chunk_blocks, inside = last - chunk * chunk_blocks;
-        int next_rows = chunk > 0 ? box_rows_of(work, chunk - 1) : -1;
+        int next_rows = chunk > 0 ? first_rows(work, chunk - 1) : -1;
         for (int block = last; block >= 0; --block) {
             const int row = __shfl_sync(ALL_LANES, rows, inside * block_boxes + lane);
             const int own_row = lane < block_boxes ? row : -1;
@@ -298,7 +298,7 @@ struct Producer {
                 inside = chunk_blocks - 1;
                 rows = next_rows;
                 --chunk;
-                next_rows = chunk > 0 ? box_rows_of(work, chunk - 1) : -1;
+                next_rows = chunk > 0 ? first_rows(work, chunk - 1) : -1;
             }
         }
     }
@@ -314,14 +314,14 @@ struct Producer {
         Work work = find(blockIdx.x);
         int rows = -1, index = 0;
         if (work.tile.num_keys > 0) {
-            rows = box_rows_of(work, (work.tile.num_blocks() - 1) / chunk_blocks);
+            rows = first_rows(work, (work.tile.num_blocks() - 1) / chunk_blocks);
             index = next_index();  // and always read: it must not follow what ends the count
         }
         while (work.tile.num_keys > 0) {
             const Work next = find(__shfl_sync(ALL_LANES, index, 0));
             int next_rows = -1;
             if (next.tile.num_keys > 0) {
-                next_rows = box_rows_of(next, (next.tile.num_blocks() - 1) / chunk_blocks);
+                next_rows = first_rows(next, (next.tile.num_blocks() - 1) / chunk_blocks);
                 index = next_index();
             }
             load_queries(work.tile);
@@ -348,7 +348,7 @@ struct Math {
     float sums[D / 2];
     float offset[2], total[2], factor[2];
     float added[4];  // of a block's powers: in even and odd columns, of either row
-    float kept[KEPT + 1];
+    float kept[KEPT + 1];  // there is no array of none
     float scale[2];  // of scores, as powers of two
 
     const uint32_t shared;
@@ -376,9 +376,6 @@ struct Math {
     __device__ __forceinline__ void multiply_keys();
     __device__ __forceinline__ void round_powers();
     __device__ __forceinline__ void multiply_values(bool accumulate);
-    // This warp's scores once more, by itself.
-    __device__ __forceinline__ void multiply_keys_again();
-
     __device__ __forceinline__ void release(uint32_t empty) const {
         __syncwarp();
         if (lane == 0) barrier_arrive(empty);
@@ -473,6 +470,36 @@ struct Math {
         for (int i = 0; i < D / 2; ++i) sums[i] *= factor[i / 2 % 2];
 #pragma unroll
         for (int i = 0; i < KEPT; ++i) kept[i] *= factor[i / 2 % 2];
+    }
+
+    // This warp's scores once more, by itself.
+    __device__ __forceinline__ void multiply_keys_again() {
+        constexpr int DEPTH = 32 / CACHE_BYTES;  // of a product
+        // Of a row the first or the second 16 bytes, swizzled as the copy engine does it.
+        const uint32_t query = shared + QUERY_OFFSET + queries.slot * QUERY_BYTES +
+                               (warp_row + lane % 16) * ROW_BYTES + (lane / 16 ^ lane % 8) * 16;
+        const uint32_t key = shared + KEY_OFFSET + keys.slot * BLOCK_BYTES +
+                             (lane / 16 * 8 + lane % 8) * CACHE_ROW_BYTES +
+                             (lane / 8 % 2 ^ lane % 8 / (128 / CACHE_ROW_BYTES)) * 16;
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 16; ++i) {
+            float part[2][4] = {};
+#pragma unroll(FP8 ? 1 : D / DEPTH)  // over e4m3 registers do not suffice for more
+            for (int k = 0; k < D / DEPTH; ++k) {
+                uint32_t a[4], b[4];
+                load_matrices(computed_here(query) ^ k * 32, a);
+                load_matrices((computed_here(key) ^ k * 32) + i * 16 * CACHE_ROW_BYTES, b);
+                if constexpr (FP8) {
+                    multiply_e4m3(part[0], a, {b[0], b[1]});
+                    multiply_e4m3(part[1], a, {b[2], b[3]});
+                } else {
+                    multiply_bf16(part[0], a, {b[0], b[1]});
+                    multiply_bf16(part[1], a, {b[2], b[3]});
+                }
+            }
+#pragma unroll
+            for (int j = 0; j < 8; ++j) scores[8 * i + j] = part[j / 4][j % 4];
+        }
     }
 
     // Beside the values of the block before, with the lane's powers of that one.
