@@ -95,6 +95,8 @@ class Errors(NamedTuple):
 # Weights and results rounded to bf16 cost 2.4e-3 at most in the whole. In a row of few keys, or of
 # equal values, either rounding may cost all values the same 2^-8 at most.
 BF16_BOUNDS = Errors(3e-3, 8e-3)
+# Weights rounded to e4m3 cost up to 2^-4 of each, and 2.65e-2 of them all.
+E4M3_WEIGHT_BOUNDS = Errors(3e-2, 8e-2)
 
 
 def errors(actual: Tensor, expected: Tensor) -> Errors:

@@ -5,7 +5,6 @@ wrong kernel would give is a property of the cases, and tested once.
 """
 
 import gc
-import importlib.util
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
@@ -23,6 +22,7 @@ from gptoss_kernels.ops import Attention
 from .attention_cases import (
     BF16_BOUNDS,
     E4M3,
+    E4M3_WEIGHT_BOUNDS,
     HEAD_DIM,
     Case,
     Errors,
@@ -34,6 +34,7 @@ from .attention_cases import (
     wrong_twins,
 )
 from .emulator import emulated, guarded
+from .extras import needs_flashinfer
 from .wrong_tensors import every_second, other_device, shifted
 
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257)
@@ -132,10 +133,9 @@ LONG = dict(long())
 # thousands are hundreds off.
 NOT_FLASHINFER = ("pages of", "groups of", "infinite garbage, window 128", "large scores, e4m3")
 FLASHINFER_E4M3_BOUNDS = Errors(6e-2, 0.5)
-# Of prefills the queries are rounded to e4m3, which is no error here, and the weights, which costs
-# up to 2^-4 of each. Hopper adds products of e4m3 to some 2^-13 of the largest, so that a score is
-# off by as much of its size: of two large ones either may win.
-CUDA_E4M3_BOUNDS = Errors(3e-2, 8e-2)
+# Of prefills the queries are rounded to e4m3, which is no error here, and the weights. Hopper adds
+# products of e4m3 to some 2^-13 of the largest, so that a score is off by as much of its size: of
+# two large ones either may win.
 CUDA_E4M3_BOUNDS_OF_LARGE_SCORES = Errors(5e-2, 2.0)
 # By the kernel just before, whose end attention has to wait for.
 WRITTEN_BEFORE = ("query", "key_cache", "value_cache")
@@ -186,7 +186,7 @@ class Implementation:
             return FLASHINFER_E4M3_BOUNDS
         if self.multiplies_in_e4m3(case):
             is_large = scores == "large"
-            return CUDA_E4M3_BOUNDS_OF_LARGE_SCORES if is_large else CUDA_E4M3_BOUNDS
+            return CUDA_E4M3_BOUNDS_OF_LARGE_SCORES if is_large else E4M3_WEIGHT_BOUNDS
         return BF16_BOUNDS
 
     def check(self, case: Case, scores: str = "") -> None:
@@ -201,8 +201,7 @@ def on_gpu(name: Attention) -> Any:
     """flashinfer is an extra, and the only one whose tests are skipped where it is missing."""
     marks: list[Any] = [pytest.mark.gpu]
     if name == "flashinfer":
-        is_missing = importlib.util.find_spec("flashinfer") is None
-        marks.append(pytest.mark.skipif(is_missing, reason="flashinfer-python is not installed"))
+        marks.append(needs_flashinfer)
     return pytest.param(Implementation(name, "cuda"), marks=marks, id=name)
 
 
@@ -279,7 +278,7 @@ def check_twins(case: Case, bounds: Errors) -> set[str]:
 def test_wrong_twins_are_far_beyond_the_bounds(batch: str, window: int | None) -> None:
     """Over a cache of e4m3, which has all of them."""
     arguments = EDGES[f"{batch}, e4m3, window {window}"]
-    names = check_twins(make_case(**arguments, heads=(8, 2)), CUDA_E4M3_BOUNDS)
+    names = check_twins(make_case(**arguments, heads=(8, 2)), E4M3_WEIGHT_BOUNDS)
     expected = ALWAYS | OF_E4M3
     if batch != "decodes":
         expected |= OF_SEVERAL_QUERIES
@@ -295,7 +294,7 @@ def test_wrong_twins_are_far_beyond_the_bounds(batch: str, window: int | None) -
 @pytest.mark.parametrize("name", [name for name in LONG if "scores" not in name])
 def test_wrong_twins_of_long_sequences_are_far_beyond_the_bounds(name: str) -> None:
     case = make_case(**LONG[name], device="cuda")
-    bounds = BF16_BOUNDS if case.key_scale is None else CUDA_E4M3_BOUNDS
+    bounds = BF16_BOUNDS if case.key_scale is None else E4M3_WEIGHT_BOUNDS
     assert len(check_twins(case, bounds)) >= len(ALWAYS) - 1
 
 

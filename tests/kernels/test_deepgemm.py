@@ -5,7 +5,6 @@ library. The tests on a GPU are skipped only where the library is not installed:
 """
 
 import contextlib
-import importlib.util
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
@@ -20,6 +19,7 @@ from gptoss_kernels.deepgemm import DeepGemmError, library, padded_rows
 from gptoss_kernels.testing import norm_error
 from gptoss_kernels.triton_lang.device import INTERPRETED
 
+from .extras import needs_deep_gemm
 from .triton_lang_compiler import compiling_for
 from .triton_lang_interpreter import REMARKS, interpret, round_as_hardware_does
 
@@ -30,9 +30,7 @@ Operand = tuple[torch.Tensor, torch.Tensor]
 
 def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
     """With the library itself."""
-    is_missing = importlib.util.find_spec("deep_gemm") is None
-    needs_library = pytest.mark.skipif(is_missing, reason="sgl-deep-gemm is not installed")
-    return pytest.mark.gpu(needs_library(test))
+    return pytest.mark.gpu(needs_deep_gemm(test))
 
 
 # With the library on a GPU, or where kernels are interpreted with the stand-in.

@@ -5,7 +5,6 @@ The tests on a GPU are skipped only where the library is not installed: it is an
 """
 
 import functools
-import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -23,6 +22,7 @@ from gptoss_kernels.flashinfer import Batch, FlashInferError, attention, causal_
 from gptoss_kernels.testing import norm_error
 
 from .attention_cases import E4M3, Case, exact, make_case, without_decodes, wrong_twins
+from .extras import needs_flashinfer
 
 # The stand-in is exact: what remains is the rounding of the result, and with scales for the heads
 # that of the query and of the result before its scale.
@@ -401,9 +401,7 @@ def test_pages_that_the_library_does_not_take_are_refused(stand_in) -> None:
 
 def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
     """With the library itself."""
-    is_missing = importlib.util.find_spec("flashinfer") is None
-    needs_library = pytest.mark.skipif(is_missing, reason="flashinfer-python is not installed")
-    return pytest.mark.gpu(needs_library(test))
+    return pytest.mark.gpu(needs_flashinfer(test))
 
 
 # Of the library on a GPU. XQA multiplies e4m3 caches by a query in e4m3.
