@@ -42,7 +42,6 @@ TEMPLATES: dict[torch.dtype, Template] = {torch.bfloat16: "fa3", torch.float8_e4
 LARGEST_PAGE = contracts.FLASHINFER_PAGE_SIZES[-1]
 _PREFILL_BYTES = 256 << 20  # of sequences whose keys are split
 _SEMAPHORE_BYTES, _SCRATCH_BYTES = 8 << 20, 64 << 20  # of XQA, which leaves its semaphores at 0
-_CAUSAL_WORDS = 2  # of 16 bits: a query's row of XQA's mask, for up to 32 queries
 
 
 class FlashInferError(contracts.LibraryError):

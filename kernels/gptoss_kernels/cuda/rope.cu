@@ -97,7 +97,7 @@ struct Scale {
     }
 };
 
-// What four lanes have of a head.
+// What a lane has of a head.
 struct Head {
     Vector a, b;
 
