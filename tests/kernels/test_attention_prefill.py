@@ -87,6 +87,11 @@ def test_tiles_of_window_layers(tile: PrefillTile) -> None:
         assert emulated_errors(case, tile).within(BF16_BOUNDS)
 
 
+def test_a_window_may_be_longer_than_all_sequences() -> None:
+    case = make_case(MIXED, heads=(8, 1))
+    assert emulated_errors(replace(case, window=2**31 - 1)).within(BF16_BOUNDS)
+
+
 @pytest.mark.parametrize("window", [None, 128])
 def test_sequences_are_found_beyond_32_of_them(window: int | None) -> None:
     # The first 40 without queries, then some of one tile and of many, among others without.

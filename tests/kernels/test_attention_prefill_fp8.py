@@ -93,6 +93,12 @@ def test_tiles(tile: PrefillFp8Tile) -> None:
         check(case, run(case, tile))
 
 
+def test_a_window_may_be_longer_than_all_sequences() -> None:
+    case = replace(fp8_case(), window=2**31 - 1)
+    with emulated():
+        check(case, run(case))
+
+
 def test_where_no_maximum_is_looked_for_weights_beyond_e4m3_are_seen() -> None:
     """Scores of up to 2^6, in blocks of keys further and further from the first one."""
     case = fp8_case([(700, 100), (520, 300)], scores="sharp")

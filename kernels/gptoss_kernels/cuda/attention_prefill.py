@@ -283,7 +283,7 @@ def prepare(
     if tile.dtype != key_cache.dtype:
         raise ValueError(f"{tile} is for caches of {tile.dtype}, got {key_cache.dtype}")
 
-    num_sequences = page_tables.shape[0]
+    num_sequences, max_pages = page_tables.shape
     group = num_heads // num_kv_heads
     tokens = tile.rows // group
     most_tiles = (num_tokens // tokens + num_sequences) * num_kv_heads
@@ -304,7 +304,8 @@ def prepare(
                 *(sinks.data_ptr(), out.data_ptr()),
                 *(num_sequences, num_heads, num_kv_heads),
                 *(group.bit_length() - 1, page_size.bit_length() - 1),
-                *(box_rows, page_tables.shape[1], window or 0),
+                # No sequence is longer, and numbers of the kernel's would not hold more.
+                *(box_rows, max_pages, min(window or 0, max_pages * page_size)),
                 scale * math.log2(math.e),
                 runtime.next_counter(),
             ),
