@@ -91,7 +91,7 @@ def test_rows_of_several_queries_in_passes(rows: int, dtype: str, window: int | 
     case = make_case(QUERIES, heads=(16, 2), dtype=DTYPES[dtype], window=window)
     tile = replace(tile_of(case), rows=rows)
     if window is None:
-        tile = replace(tile, warps=4, slots=1)
+        tile = replace(tile, keys=32 if rows > 16 else 64, warps=4, slots=1)
     with emulated(seed=rows, num_multiprocessors=3):
         check(case, run(case, tile))
 
@@ -116,9 +116,9 @@ def test_pages(page_size: int, dtype: str, window: int | None) -> None:
         check(case, run(case))
 
 
-@pytest.mark.parametrize("window", [1, 64, 178, 179])
+@pytest.mark.parametrize("window", [1, 64, 170, 171])
 def test_windows(window: int) -> None:
-    """Up to 178 keys fit into a block's three tiles with the queries; more are cut as all keys."""
+    """Up to 170 keys fit into a block's three tiles with the queries; more are cut as all keys."""
     case = make_case([*QUERIES, (900, 1), (1100, 4)], heads=(8, 1), window=window)
     with emulated(seed=window):
         check(case, run(case))
@@ -176,16 +176,25 @@ def test_the_room_belongs_to_a_stream_or_a_capture(monkeypatch: pytest.MonkeyPat
 
 
 WRONG: dict[str, tuple[Callable[[str], str], dict[str, Any]]] = {
-    "values that nobody sees": (replacing("if (is_edge) clear(sequence, of_values, key);"), {}),
+    "values that nobody sees": (
+        replacing(
+            "arguments.value_cache + from + i * 128, is_seen)",
+            "arguments.value_cache + from + i * 128, true)",
+        ),
+        {"window": 100},
+    ),
     "keys that nobody sees": (
-        replacing("if (is_edge) hide(scores[m], walk, m, key + first_of_keys(block));"),
+        replacing("if (is_edge) hide(scores[m], walk, m, key + step * STEP);"),
         {},
     ),
-    "keys in another order": (replacing("i % UNITS * UNIT + i / UNITS;", "i;"), {}),
-    "a unit too few": (replacing("(keys + UNIT - 1) / UNIT", "keys / UNIT"), {}),
-    "pages of a unit's neighbour": (
-        replacing("__shfl_sync(0xFFFFFFFF, row, i)", "__shfl_sync(0xFFFFFFFF, row, i & ~1)"),
+    "keys that are not loaded": (
+        replacing("i * KEYS_OF_LINE < last;", "i * KEYS_OF_LINE < last - 1;"),
         {},
+    ),
+    "lines that are not swizzled": (replacing("(to ^ i % 8 * 16)", "to"), {}),
+    "the page of another unit": (
+        replacing("lane / 8 * UNIT;", "lane / 16 * 2 * UNIT;"),
+        {"page_size": 16},
     ),
     "what the kernels before write": (replacing("wait_for_previous_kernels();"), {}),
     "no sink": (replacing("half ? sink.y : sink.x", "-1e30f"), {}),
@@ -209,7 +218,18 @@ WRONG: dict[str, tuple[Callable[[str], str], dict[str, Any]]] = {
         {},
     ),
     "a counter that stays": (replacing("if (is_last) *counter = 0;"), {}),
-    "keys before they are there": (replacing("barrier_wait(full(slot), phase);"), {}),
+    "keys before they are there": (replacing("copy_wait<SLOTS - 1>();"), {}),
+    "all keys but the last before they are there": (
+        replacing("copy_wait<SLOTS - 1>();", "copy_wait<SLOTS>();"),
+        {"heads": (4, 2)},
+    ),
+    "no group where there is no tile": (
+        replacing(
+            "                }\n                copy_commit();",
+            "                    copy_commit();\n                }",
+        ),
+        {"heads": (4, 2)},
+    ),
     "a window one key wider": (
         replacing("last - arguments.window + 1;", "last - arguments.window;"),
         {"window": 128},
@@ -226,7 +246,7 @@ def test_a_wrong_kernel_shows(name: str) -> None:
     """By its numbers, or by what the emulator reports; with some seed."""
     change, arguments = WRONG[name]
     sequences = [(1500, 1), *SEQUENCES, *QUERIES, (600, 1)]
-    case = make_case(sequences, heads=(16, 2), **arguments)
+    case = make_case(sequences, **{"heads": (16, 2), **arguments})
     expected = exact(case)
     for seed in range(6):
         late = [case.query, case.key_cache, case.value_cache]

@@ -471,7 +471,23 @@ FAULTS = [
     (
         "if (thread == 0) { barrier_init(shared + 32768, 1); barrier_expect(shared + 32768, 1024); "
         "load_box(shared, &map, shared + 32768, 0, 0); store_shared(shared + 1020, 0); }",
-        "a store at shared address 0x7fc, while a bulk load into it is under way",
+        "a store at shared address 0x7fc, while a copy into it is under way",
+    ),
+    (
+        "if (thread == 3) copy_async(shared + 8, arguments.data, true);",
+        "thread 3: a store at shared address 0x408, which is no multiple of 16",
+    ),
+    (
+        "if (thread == 3) copy_async(shared, arguments.data + 8, true);",
+        "cp.async of 16 bytes from .*8, which is no multiple of that",
+    ),
+    (
+        "copy_async(shared + thread * 16, arguments.data, true); copy_wait<0>();",
+        "ends while a thread's copy into its memory is under way",
+    ),
+    (
+        "for (int i = 0; i < 9; ++i) copy_async(shared, arguments.data, true);",
+        "a store at shared address 0x400, while a copy into it is under way",
     ),
     (
         "if (thread == 0) { store_box(&map, shared, 0, 0); store_shared(shared + 64, 0); }",
@@ -679,6 +695,46 @@ def test_boxes(machine: str, place: tuple[int, int, int], swizzle: int) -> None:
         out = torch.full((image.numel(),), 0x77, dtype=torch.uint8)
         run(body, data, out, box=box, swizzle=swizzle, seed=seed, machine=machine)
         assert torch.equal(out, image)
+
+
+@MACHINES
+def test_copies_of_a_thread(machine: str) -> None:
+    """Two groups, of which the first is waited for; and an empty one. Odd lanes copy zeros."""
+    body = """
+    for (int i = 0; i < 2; ++i) {
+        copy_async(shared + (i * 128 + thread) * 16, arguments.data + (i * 128 + thread) * 16,
+                   lane % 2 == 0);
+        copy_commit();
+    }
+    copy_wait<1>();
+    __syncthreads();
+    floats[thread] = load_shared(shared + (thread ^ 2) * 16);
+    copy_commit();
+    copy_wait<1>();
+    __syncthreads();
+    floats[128 + thread] = load_shared(shared + (128 + (thread ^ 2)) * 16 + 12);
+"""
+    data = torch.randn(256, 4)
+    seen = torch.arange(128).bitwise_xor(2)
+    expected = torch.cat((data[seen, 0], data[128 + seen, 3])) * (torch.arange(256) % 2 == 0)
+    for seed in range(4):
+        out = torch.full((256,), torch.nan)
+        run(body, data, out, seed=seed, machine=machine)
+        assert torch.equal(out, expected)
+
+
+def test_a_thread_that_does_not_wait_for_its_copies_shows() -> None:
+    body = """
+    copy_async(shared + thread * 16, arguments.data + thread * 16, true);
+    copy_commit();
+    copy_wait<1>();
+    floats[thread] = load_shared(shared + thread * 16);
+    copy_wait<0>();
+"""
+    outs = [torch.zeros(128) for _ in range(6)]
+    for seed, out in enumerate(outs):
+        run(body, torch.randn(128, 4), out, seed=seed)
+    assert any(bool(out.isnan().any()) for out in outs)
 
 
 def test_what_a_stored_box_covers_beyond_the_matrix_is_not_written() -> None:

@@ -1,11 +1,10 @@
 // Attention of few queries a sequence over the paged cache, as fast as memory gives what is read.
 //
 // A pair is a sequence with one key-value head; its rows are all query heads of that head times the
-// sequence's queries. A tile is TILE keys with their values, of one pair: so many units of UNIT
-// keys, each contiguous in the cache. Each warp streams tiles through a ring of SLOTS of its own,
-// where nobody else writes, so that no warp waits for another while there are tiles. It multiplies
-// its pair's rows, the left operand, with the keys, and their weights, in registers, with the
-// values.
+// sequence's queries. A tile is TILE keys with their values, of one pair. Each warp streams tiles
+// through a ring of SLOTS of its own, which nobody else writes, so that no warp waits for another
+// while there are tiles. It multiplies its pair's rows, the left operand, with the keys, and their
+// weights, in registers, with the values.
 //
 // SPLIT = 1: a block has one key-value head. The tiles of all pairs of a head, one after the other,
 // are cut into as many equal ranges as there are blocks for it. Neighbouring blocks have the heads
@@ -20,20 +19,16 @@
 //
 // Where a pair has more than ROWS rows they are as many pairs, which read the same keys.
 //
-// Defined by whoever compiles this: FP8, ROWS (8, 16, 32 or 64), TILE (32 or 64), UNIT (4, 8 or
-// 16), SPLIT, WARPS, SLOTS, BLOCKS (of a multiprocessor), SHARED_BYTES.
+// Defined by whoever compiles this: FP8, ROWS (8, 16, 32 or 64), TILE (32 or 64), SPLIT, WARPS,
+// SLOTS, BLOCKS (of a multiprocessor), SHARED_BYTES.
 
 constexpr int THREADS = WARPS * 32;
 constexpr int KEY_BYTES = FP8 ? 64 : 128;
-// A unit lies 16 bytes further from the one before than it is long. A load of a matrix takes 8 keys
-// at the same column: one of each unit, or, where there are fewer, neighbours of each, and so
-// without conflicts of banks where TILE / UNIT is 8, or 4 of e4m3, of which neighbours lie 64 bytes
-// apart. Which keys stand together makes no difference to sums over all of them.
-constexpr int UNITS = TILE / UNIT;
-constexpr int UNIT_BYTES = UNIT * KEY_BYTES;
-constexpr int UNIT_STRIDE = UNIT_BYTES + 16;
-constexpr int NEIGHBOURS = 8 / UNITS;  // of the 8 keys, in a unit
-constexpr int MATRIX_BYTES = UNITS * UNIT_STRIDE;
+constexpr int KEYS_OF_LINE = 128 / KEY_BYTES;  // of 128 bytes
+// A quarter of a tile lies in one page, and is loaded by a quarter of the warp, line after line.
+constexpr int UNIT = TILE / 4;
+constexpr int LINES_OF_UNIT = UNIT / KEYS_OF_LINE;
+constexpr int MATRIX_BYTES = TILE * KEY_BYTES;
 constexpr int SLOT_BYTES = 2 * MATRIX_BYTES;  // keys, then values
 
 constexpr int M_TILES = (ROWS + 15) / 16;
@@ -47,12 +42,10 @@ constexpr bool ROWS_IN_ROOM = M_TILES > 1;     // too many for the registers
 constexpr int STEP = M_TILES == 1 ? TILE : 64 / M_TILES;
 
 constexpr int ROOMS_OFFSET = WARPS * SLOTS * SLOT_BYTES;
-constexpr int FULL_OFFSET = ROOMS_OFFSET + WARPS * ROOM_BYTES;
-constexpr int LEFT_OFFSET = FULL_OFFSET + WARPS * SLOTS * 8;
+constexpr int LEFT_OFFSET = ROOMS_OFFSET + WARPS * ROOM_BYTES;
 constexpr int TAKEN_OFFSET = LEFT_OFFSET + WARPS * WARPS * 8;
 constexpr int END_OFFSET = TAKEN_OFFSET + WARPS * WARPS * 8;
 static_assert(END_OFFSET <= SHARED_BYTES, "the launch gives too little memory");
-static_assert(UNITS * NEIGHBOURS == 8 && UNIT <= 16, "8 keys of all units, a unit of one page");
 
 // log2 of the largest weight: of halves, those below 2^-14 have fewer bits.
 constexpr float LIFT = FP8 ? 14 : 0;
@@ -170,8 +163,8 @@ struct Walk {
     }
 };
 
-// Each lane counts the tiles of neighbouring sequences; the
-// one that has the range's first says where it lies.
+// Each lane counts the tiles of neighbouring sequences; the one that has the range's first says
+// where it lies.
 __device__ __forceinline__ Walk find_range(const Arguments& arguments, int lane, int& total) {
     Walk walk = {};
     const int range = blockIdx.x / arguments.num_kv_heads;
@@ -314,9 +307,6 @@ struct Worker {
     __device__ __forceinline__ uint32_t slot_at(int slot) const {
         return shared + (warp * SLOTS + slot) * SLOT_BYTES;
     }
-    __device__ __forceinline__ uint32_t full(int slot) const {
-        return shared + FULL_OFFSET + (warp * SLOTS + slot) * 8;
-    }
     // A lane's vector `index` of the room of a warp.
     __device__ __forceinline__ uint32_t room(int of_warp, int index) const {
         return shared + ROOMS_OFFSET + of_warp * ROOM_BYTES + (index * 32 + lane) * 16;
@@ -330,61 +320,59 @@ struct Worker {
         return shared + TAKEN_OFFSET + (from * WARPS + to) * 8;
     }
 
-    // ---- sending ------------------------------------------------------------------------------
+    // ---- loading --------------------------------------------------------------------------------
 
-    // The warp's tiles, ahead of those that it multiplies, and the page of each unit, by lane.
+    // The warp's tiles, ahead of those that it multiplies, and the page of the lane's unit.
     struct Ahead {
         Walk walk;
         int tile;
         int page;
     };
 
-    __device__ __forceinline__ int key_of(const Ahead& ahead, int unit) const {
-        return ahead.walk.sequence.start() + ahead.tile * TILE + unit * UNIT;
-    }
-    __device__ __forceinline__ bool is_needed(const Ahead& ahead) const {
-        return lane < UNITS && key_of(ahead, lane) < ahead.walk.sequence.length;
+    // The first of the lane's unit.
+    __device__ __forceinline__ int key_of(const Ahead& ahead) const {
+        return ahead.walk.sequence.start() + ahead.tile * TILE + lane / 8 * UNIT;
     }
 
-    // From where `ahead` stands to the warp's next tile; its page is on its way then.
+    // From where `ahead` stands to the warp's next tile; its pages are on their way then. Of a unit
+    // beyond the sequence it is another unit's.
     __device__ __forceinline__ void settle(Ahead& ahead) const {
         while (!ahead.walk.is_done() && ahead.tile >= ahead.walk.end()) {
             ahead.walk.next(arguments);
             ahead.tile = ahead.walk.first_of(warp);
         }
-        if (!ahead.walk.is_done() && is_needed(ahead))
+        if (!ahead.walk.is_done() && key_of(ahead) < ahead.walk.sequence.length)
             ahead.page = load_fresh(&arguments.page_tables[
                 static_cast<long long>(ahead.walk.index) * arguments.table_width +
-                (key_of(ahead, lane) >> arguments.page_shift)]);
-    }
-
-    __device__ __forceinline__ void send(const Ahead& ahead, int slot) const {
-        const int offset = key_of(ahead, lane) & ((1 << arguments.page_shift) - 1);
-        const int row =
-            ((ahead.page * arguments.num_kv_heads + ahead.walk.head) << arguments.page_shift) +
-            offset;
-        const int keys = ahead.walk.sequence.length - key_of(ahead, 0);
-        const int units = min((keys + UNIT - 1) / UNIT, UNITS);
-        int rows[UNITS];
-#pragma unroll
-        for (int i = 0; i < UNITS; ++i) rows[i] = __shfl_sync(0xFFFFFFFF, row, i);
-        if (elected()) {
-            barrier_expect(full(slot), units * 2 * UNIT_BYTES);
-#pragma unroll
-            for (int i = 0; i < UNITS; ++i) {
-                if (i >= units) break;
-                const long long from = static_cast<long long>(rows[i]) * KEY_BYTES;
-                const uint32_t to = slot_at(slot) + i * UNIT_STRIDE;
-                load_bulk(to, arguments.key_cache + from, UNIT_BYTES, full(slot));
-                load_bulk(to + MATRIX_BYTES, arguments.value_cache + from, UNIT_BYTES, full(slot));
-            }
-        }
-        __syncwarp();
+                (key_of(ahead) >> arguments.page_shift)]);
     }
 
     __device__ __forceinline__ void advance(Ahead& ahead) const {
         ahead.tile += WARPS;
         settle(ahead);
+    }
+
+    // Each lane the same 16 bytes of each line of its unit; zeros for keys that no query sees, of
+    // which the values may be anything, and 0 * NaN is NaN. To where swizzled lines have them: the
+    // 16 bytes i of the line r lie at i ^ (r % 8).
+    __device__ __forceinline__ void load(const Ahead& ahead, int slot) const {
+        const int key = key_of(ahead);
+        const int row =
+            ((ahead.page * arguments.num_kv_heads + ahead.walk.head) << arguments.page_shift) +
+            (key & ((1 << arguments.page_shift) - 1));
+        const long long from = static_cast<long long>(row) * KEY_BYTES + lane % 8 * 16;
+        const int line = lane / 8 * LINES_OF_UNIT;
+        const uint32_t to = slot_at(slot) + line * 128 + (lane % 8 ^ line % 8) * 16;
+        const int own = key + lane % 8 * 16 / KEY_BYTES;
+        const int first = ahead.walk.sequence.first - own;
+        const int last = ahead.walk.sequence.length - own;
+#pragma unroll
+        for (int i = 0; i < LINES_OF_UNIT; ++i) {
+            const bool is_seen = i * KEYS_OF_LINE >= first && i * KEYS_OF_LINE < last;
+            const uint32_t place = (to ^ i % 8 * 16) + i * 128;
+            copy_async(place, arguments.key_cache + from + i * 128, is_seen);
+            copy_async(place + MATRIX_BYTES, arguments.value_cache + from + i * 128, is_seen);
+        }
     }
 
     // ---- a pair's rows --------------------------------------------------------------------------
@@ -510,19 +498,12 @@ struct Worker {
 
     // ---- a tile ---------------------------------------------------------------------------------
 
-    // The 8 keys `block` of a tile, in its order: where the first of them lies, and which it is, or
-    // what is to be added for the key `i` of them.
-    __device__ __forceinline__ static constexpr int place_of_keys(int block) {
-        return block * NEIGHBOURS * KEY_BYTES;
+    // A key's line, and in it its byte.
+    __device__ __forceinline__ uint32_t line_of_key(int key) const {
+        return key / KEYS_OF_LINE * 128;
     }
-    __device__ __forceinline__ static int place_in_keys(int i) {
-        return i % UNITS * UNIT_STRIDE + i / UNITS * KEY_BYTES;
-    }
-    __device__ __forceinline__ static constexpr int first_of_keys(int block) {
-        return block * NEIGHBOURS;
-    }
-    __device__ __forceinline__ static int key_in_keys(int i) {
-        return i % UNITS * UNIT + i / UNITS;
+    __device__ __forceinline__ uint32_t column_of_key(int key, int byte) const {
+        return (key % KEYS_OF_LINE * KEY_BYTES + byte) ^ key / KEYS_OF_LINE % 8 * 16;
     }
 
     __device__ __forceinline__ void multiply_keys(float (&scores)[M_TILES][STEP / 8][4],
@@ -530,9 +511,10 @@ struct Worker {
         // What four matrices are: so many times 8 keys, by so many times 16 columns.
         constexpr int KEYS = !FP8 || STEP == 16 ? 2 : 4;
         constexpr int COLUMNS = FP8 ? 4 / KEYS : 1;
-        const int block = FP8 ? lane / 8 % KEYS : lane / 16;
-        const int column = FP8 ? lane / 8 / KEYS : lane / 8 % 2;
-        const uint32_t from = keys + place_of_keys(block) + place_in_keys(lane % 8) + column * 16;
+        const int key = FP8 ? lane % (KEYS * 8) : lane / 16 * 8 + lane % 8;
+        const int byte = (FP8 ? lane / (KEYS * 8) : lane / 8 % 2) * 16;
+        const uint32_t from = keys + line_of_key(key);
+        const uint32_t column = column_of_key(key, byte);
 #pragma unroll
         for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
@@ -542,10 +524,11 @@ struct Worker {
 #pragma unroll
         for (int k = 0; k < 4; k += COLUMNS) {
             uint32_t query[COLUMNS][M_TILES][4];
+            const uint32_t at = from + (column ^ k * KEY_BYTES / 4);
 #pragma unroll
             for (int n = 0; n < STEP / 8; n += KEYS) {
                 uint32_t words[4];
-                load_matrices(from + place_of_keys(n) + k * KEY_BYTES / 4, words);
+                load_matrices(at + n * 8 * KEY_BYTES, words);
 #pragma unroll
                 for (int c = 0; c < COLUMNS; ++c) {
                     uint32_t b[KEYS][2];
@@ -573,14 +556,14 @@ struct Worker {
     __device__ __forceinline__ void multiply_values(
         Sums (&sums)[M_TILES], const uint32_t (&weights)[M_TILES][STEP / 16][4],
         uint32_t values) const {
-        const uint32_t from = values + place_of_keys(lane / 8 % 2) + place_in_keys(lane % 8) +
-                              lane / 16 * 16;
+        const uint32_t from = values + line_of_key(lane % 16);
+        const uint32_t column = column_of_key(lane % 16, lane / 16 * 16);
 #pragma unroll
         for (int k = 0; k < STEP / 16; ++k) {
 #pragma unroll
             for (int pair = 0; pair < KEY_BYTES / 32; ++pair) {
                 uint32_t words[4];
-                load_matrices_transposed(from + place_of_keys(2 * k) + pair * 32, words);
+                load_matrices_transposed(from + k * 16 * KEY_BYTES + (column ^ pair * 32), words);
                 // In e4m3 a word has columns c and c + 1 of two keys. Both keys of the even column
                 // make one operand, those of the odd one another: see store.
                 constexpr int N_TILES = FP8 ? 4 : 2;  // of 8 columns
@@ -625,22 +608,12 @@ struct Worker {
             for (int n = 0; n < STEP / 8; ++n) {
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    const int of_score = first_of_keys(n) + key_in_keys(lane % 4 * 2 + i);
-                    if (of_score > last || of_score < first)
+                    const int column = n * 8 + lane % 4 * 2 + i;
+                    if (column > last || column < first)
                         scores[n][2 * half + i] = __uint_as_float(0xFF800000);
                 }
             }
         }
-    }
-
-    // Values that no query sees may be anything, and 0 * NaN is NaN.
-    __device__ __forceinline__ void clear(const Sequence& sequence, uint32_t tile, int key) const {
-        for (int i = lane; i < TILE * KEY_BYTES / 16; i += 32) {
-            const int position = key + i / (KEY_BYTES / 16);
-            if (position < sequence.first || position >= sequence.length)
-                store_shared(tile + (i + i / (UNIT_BYTES / 16)) * 16, 0, 0, 0, 0);
-        }
-        __syncwarp();
     }
 
     // The scores become weights, and the sums are scaled to the new maximum.
@@ -694,23 +667,20 @@ struct Worker {
         const bool is_edge = key + TILE > sequence.length - sequence.queries + 1 ||
                              key < sequence.length - arguments.window;
         const uint32_t of_keys = slot_at(slot), of_values = of_keys + MATRIX_BYTES;
-        if (is_edge) clear(sequence, of_values, key);
 #pragma unroll 1  // or the compiler mixes steps, and spills
         for (int step = 0; step < TILE / STEP; ++step) {
-            const int block = step * (STEP / 8);
+            const int first = step * STEP * KEY_BYTES;
             float scores[M_TILES][STEP / 8][4];
             uint32_t weights[M_TILES][STEP / 16][4];
-            multiply_keys(scores, rows, of_keys + place_of_keys(block));
+            multiply_keys(scores, rows, of_keys + first);
 #pragma unroll
             for (int m = 0; m < M_TILES; ++m) {
-                if (is_edge) hide(scores[m], walk, m, key + first_of_keys(block));
+                if (is_edge) hide(scores[m], walk, m, key + step * STEP);
                 weigh(scores[m], sums[m], rows.scale);
                 pack(scores[m], weights[m]);
             }
-            multiply_values(sums, weights, of_values + place_of_keys(block));
+            multiply_values(sums, weights, of_values + first);
         }
-        if (is_edge) shared_fence();  // the copy engine writes there next
-        __syncwarp();                 // all have read
     }
 
     // ---- a pair's end ---------------------------------------------------------------------------
@@ -861,8 +831,6 @@ struct Worker {
     __device__ __forceinline__ void make_barriers() const {
         if (lane == 0) {
 #pragma unroll
-            for (int slot = 0; slot < SLOTS; ++slot) barrier_init(full(slot), 1);
-#pragma unroll
             for (int other = 0; other < WARPS; ++other) {
                 barrier_init(left(warp, other), 1);
                 barrier_init(taken(warp, other), 1);
@@ -885,12 +853,13 @@ struct Worker {
         make_barriers();
         wait_for_previous_kernels();
 #pragma unroll
-        for (int slot = 0; slot < SLOTS; ++slot)
-            if (!first[slot].walk.is_done()) send(first[slot], slot);
+        for (int slot = 0; slot < SLOTS; ++slot) {
+            if (!first[slot].walk.is_done()) load(first[slot], slot);
+            copy_commit();
+        }
         allow_next_kernel();
         __syncthreads();
         int slot = 0;
-        uint32_t phase = 0;
         Exchange exchange;
         exchange.last = warp;
         for (; !walk.is_done(); walk.next(arguments)) {
@@ -903,16 +872,19 @@ struct Worker {
 #pragma unroll
             for (int m = 0; m < M_TILES; ++m) sums[m].reset();
             for (; tile < walk.end(); tile += WARPS) {
-                barrier_wait(full(slot), phase);
-                attend(sums, rows, walk, tile, slot);
+                // With 64 rows no register is left to keep what follows from the lane.
+                const Worker here{shared, arguments, warp,
+                                  M_TILES == 4 ? static_cast<int>(computed_here(lane)) : lane};
+                copy_wait<SLOTS - 1>();
+                __syncwarp();  // all lanes' copies
+                here.attend(sums, rows, walk, tile, slot);
+                __syncwarp();  // all have read
                 if (!ahead.walk.is_done()) {
-                    send(ahead, slot);
+                    here.load(ahead, slot);
                     advance(ahead);
                 }
-                if (++slot == SLOTS) {
-                    slot = 0;
-                    phase ^= 1;
-                }
+                copy_commit();
+                if (++slot == SLOTS) slot = 0;
             }
             const int adding = walk.adding_warp();
             if (warp != adding) {

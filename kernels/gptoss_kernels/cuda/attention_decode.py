@@ -24,7 +24,7 @@ from gptoss_kernels.cuda import runtime
 from gptoss_kernels.fp8 import E4M3
 
 _TILE_KEYS = 64
-_UNIT_BYTES = 1024  # of such a tile: 8 units of bf16, 4 of e4m3, as banks like it
+_WINDOW_UNIT = 16  # keys: its tiles begin at any multiple
 _WINDOW_WARPS = 3
 _UNBOUNDED = 2**30  # a window that hides nothing
 _NO_SPLIT = (None, None)
@@ -87,16 +87,14 @@ class DecodeTile:
     """What the kernel is compiled for.
 
     rows: query heads times queries of a pair (8, 16, 32 or 64); more are taken in passes. keys:
-    of a tile (32 or 64), in units that one copy loads and that begin at any multiple, of 16 keys
-    at most. is_split: a head's pairs are cut into equal ranges for its blocks, else a block has one
-    pair. warps: of a block; slots: tiles in each warp's ring; blocks: on a multiprocessor; waves:
-    of blocks, where pairs are split.
+    of a tile (32 or 64). is_split: a head's pairs are cut into equal ranges for its blocks, else a
+    block has one pair. warps: of a block; slots: tiles in each warp's ring; blocks: on a
+    multiprocessor; waves: of blocks, where pairs are split.
     """
 
     rows: int
     is_fp8: bool = False
     keys: int = _TILE_KEYS
-    unit: int = 8
     is_split: bool = True
     warps: int = 4
     slots: int = 3
@@ -117,10 +115,9 @@ class DecodeTile:
 
     @property
     def shared_bytes(self) -> int:
-        """The slots, rooms of warps, barriers of slots and of two warps."""
-        unit_bytes = self.unit * HEAD_DIM * (1 if self.is_fp8 else 2)
-        slot_bytes = 2 * self.keys // self.unit * (unit_bytes + 16)
-        of_warp = self.slots * (slot_bytes + 8) + self.piece_bytes + self.warps * 16
+        """The slots, rooms of warps, barriers of two warps."""
+        slot_bytes = 2 * self.keys * HEAD_DIM * (1 if self.is_fp8 else 2)
+        of_warp = self.slots * slot_bytes + self.piece_bytes + self.warps * 16
         return self.warps * of_warp
 
     @property
@@ -129,7 +126,6 @@ class DecodeTile:
             "ROWS": self.rows,
             "FP8": int(self.is_fp8),
             "TILE": self.keys,
-            "UNIT": self.unit,
             "SPLIT": int(self.is_split),
             "WARPS": self.warps,
             "SLOTS": self.slots,
@@ -159,7 +155,7 @@ class DecodeTile:
 # faster than they read that one slot each is enough, and more bytes on their way are read slower.
 _SPLIT = {
     False: {8: (64, 4, 2), 16: (64, 4, 3), 32: (64, 4, 2), 64: (32, 8, 1)},
-    True: {8: (64, 8, 1), 16: (64, 8, 2), 32: (64, 8, 2), 64: (32, 8, 2)},
+    True: {8: (64, 8, 1), 16: (64, 8, 2), 32: (64, 8, 2), 64: (64, 8, 1)},
 }
 
 
@@ -177,15 +173,13 @@ def _num_kv_heads(key_cache: Tensor) -> int:
 def choose_tile(group: int, max_queries: int, *, window: int | None, is_fp8: bool) -> DecodeTile:
     """For `group` query heads a key-value head."""
     rows = next((rows for rows in (8, 16, 32) if rows >= group * max_queries), 64)
-    unit = _UNIT_BYTES // (HEAD_DIM * (1 if is_fp8 else 2))
     # A window's keys and the queries' own, from a multiple of a unit on.
-    most_keys = (window or _UNBOUNDED) + max_queries - 1 + unit - 1
+    most_keys = (window or _UNBOUNDED) + max_queries - 1 + _WINDOW_UNIT - 1
     if most_keys <= _WINDOW_WARPS * _TILE_KEYS:
         # With 64 rows the compiler spills; the second pass finds its keys in L2.
-        rows = min(rows, 32)
-        return DecodeTile(rows, is_fp8, unit=unit, is_split=False, warps=_WINDOW_WARPS, slots=1)
+        return DecodeTile(min(rows, 32), is_fp8, is_split=False, warps=_WINDOW_WARPS, slots=1)
     keys, warps, slots = _SPLIT[is_fp8][rows]
-    return DecodeTile(rows, is_fp8, keys, unit * keys // _TILE_KEYS, warps=warps, slots=slots)
+    return DecodeTile(rows, is_fp8, keys, warps=warps, slots=slots)
 
 
 def served_tiles(groups: tuple[int, ...], windows: tuple[int | None, ...]) -> Iterator[DecodeTile]:

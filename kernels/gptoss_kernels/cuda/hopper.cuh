@@ -62,7 +62,7 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
     } while (!done);
 }
 
-// ---- bulk copies -----------------------------------------------------------------------------
+// ---- copies ----------------------------------------------------------------------------------
 
 __device__ __forceinline__ void prefetch_map(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
@@ -98,14 +98,28 @@ __device__ __forceinline__ void load_box_multicast(uint32_t destination, const T
         : "memory");
 }
 
-// Contiguous bytes, a multiple of 16, as both addresses are.
-__device__ __forceinline__ void load_bulk(uint32_t destination, const void* source, uint32_t bytes,
-                                          uint32_t barrier) {
+// 16 bytes, past L1; or zeros, and nothing is read. By the thread itself, sooner or later.
+__device__ __forceinline__ void copy_async(uint32_t destination, const void* source,
+                                           bool is_needed) {
     asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2,"
-        " [%3];" ::"r"(destination),
-        "l"(source), "r"(bytes), "r"(barrier)
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.eq.u32 p, %2, 0;\n"
+        "cp.async.cg.shared.global [%0], [%1], 16, p;\n"
+        "}" ::"r"(destination),
+        "l"(source), "r"(static_cast<uint32_t>(is_needed))
         : "memory");
+}
+
+// All that this thread copied since the last time become a group, which may be empty.
+__device__ __forceinline__ void copy_commit() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Until no more than PENDING of this thread's groups are under way.
+template <int PENDING>
+__device__ __forceinline__ void copy_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
 // From shared memory; what lies beyond the matrix is not written.
@@ -396,21 +410,6 @@ constexpr uint64_t NARROW_MATRIX_DESCRIPTOR_HIGH =
 __device__ __forceinline__ uint32_t computed_here(uint32_t value) {
     asm volatile("" : "+r"(value));
     return value;
-}
-
-// True in one thread of the warp, as the compiler knows: of a copy that others might send, too, from
-// where they say, it would make a loop over threads.
-__device__ __forceinline__ bool elected() {
-    uint32_t is_elected;
-    asm volatile(
-        "{\n"
-        ".reg .b32 lane;\n"
-        ".reg .pred p;\n"
-        "elect.sync lane|p, 0xFFFFFFFF;\n"
-        "selp.u32 %0, 1, 0, p;\n"
-        "}"
-        : "=r"(is_elected)::"memory");
-    return is_elected;
 }
 
 // Says that all threads of the warp hold the same value: the compiler then keeps it, and what

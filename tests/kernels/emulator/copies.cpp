@@ -227,6 +227,46 @@ void forget_copies() {
     unawaited.clear();
 }
 
+namespace {
+
+void finish(const ThreadCopy& copy) {
+    Block& block = own_block();
+    unsigned char* const memory = block.memory + (copy.address - FIRST_ADDRESS);
+    if (copy.source)
+        memcpy(memory, copy.source, 16);
+    else
+        memset(memory, 0, 16);
+    std::fill_n(block.loads.begin() + (copy.address - FIRST_ADDRESS), 16, false);
+}
+
+}  // namespace
+
+// At once, or when the thread waits for it. To the copy engine it is a store as any other.
+void copy_async(unsigned destination, const void* source) {
+    if (reinterpret_cast<uintptr_t>(source) % 16 != 0)
+        fail("cp.async of 16 bytes from %p, which is no multiple of that", source);
+    memset(shared_for_store(destination, 16, 16), POISON, 16);
+    std::fill_n(own_block().loads.begin() + (destination - FIRST_ADDRESS), 16, true);
+    const ThreadCopy copy{destination, source, self().copy_group};
+    if (happens(temper.early))
+        finish(copy);
+    else
+        self().thread_copies.push_back(copy);
+}
+
+void copy_commit() { ++self().copy_group; }
+
+void copy_wait(unsigned pending) {
+    pause();
+    Fiber& fiber = self();
+    auto& copies = fiber.thread_copies;
+    const auto done = std::find_if(copies.begin(), copies.end(), [&](const ThreadCopy& copy) {
+        return copy.group + pending >= fiber.copy_group;
+    });
+    std::for_each(copies.begin(), done, [](const ThreadCopy& copy) { finish(copy); });
+    copies.erase(copies.begin(), done);
+}
+
 void store_async(unsigned address, unsigned barrier, const void* value, unsigned bytes) {
     Block& block = owner(address);
     owner(barrier);

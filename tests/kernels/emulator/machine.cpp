@@ -6,6 +6,8 @@
 //
 // - A bulk copy poisons its destination at once and fills it later: when a number is drawn, or when
 //   no thread can run.
+// - A thread's own copy poisons its destination as well, and fills it at once or only when the
+//   thread waits for its group.
 // - A product of the tensor cores poisons its sums at once, reads its operands now or when somebody
 //   waits for its group, and gives the sums only then.
 // - What a thread stored to shared memory is unfit for both until that thread's proxy fence.
@@ -317,6 +319,10 @@ void check_ended(Block& block) {
             complain("ends while a copy into its memory is under way");
         if (failure.empty()) finish_copy(i);
     }
+    for (const Warp& warp : block.warps)
+        for (const Fiber& fiber : warp.fibers)
+            if (!fiber.thread_copies.empty())
+                complain("ends while a thread's copy into its memory is under way");
     if (!block.has_waited) complain("never waits for the kernels before this one");
     for (const Warp& warp : block.warps)
         if (!warp.products.empty()) complain("ends while a wgmma is under way");

@@ -61,6 +61,10 @@ void load_box(unsigned rank, unsigned destination, const void* map, const int* p
               unsigned barrier, unsigned multicast);
 void store_box(unsigned rank, const void* map, const int* place, unsigned source);
 void load_bulk(unsigned destination, const void* source, unsigned bytes, unsigned barrier);
+// 16 bytes, or zeros if there is no source; by the thread itself, in groups.
+void copy_async(unsigned destination, const void* source);
+void copy_commit();
+void copy_wait(unsigned pending);
 void bulk_commit();
 void bulk_wait_read(unsigned pending);  // until the sources have been read
 void store_async(unsigned address, unsigned barrier, const void* value, unsigned bytes);

@@ -225,15 +225,11 @@ inline void map_shared(b32& target, b32 address, b32 rank) {
 inline void load_bulk(b32 destination, b64 source, b32 bytes, b32 barrier, b64 = 0) {
     emulator::load_bulk(destination, reinterpret_cast<const void*>(source), bytes, barrier);
 }
+inline void copy_async(b32 destination, b64 source, b32, bool is_ignored) {
+    emulator::copy_async(destination, is_ignored ? nullptr : reinterpret_cast<const void*>(source));
+}
 inline void named_sync(b32 id, b32 threads) { emulator::named_barrier(id, threads, true); }
 inline void named_arrive(b32 id, b32 threads) { emulator::named_barrier(id, threads, false); }
-
-// Any lane will do: here, one that is not the first.
-inline void elect_sync(b32& lane, bool& is_elected, b32 mask) {
-    lane = 31 - __builtin_clz(mask);
-    emulator::together(mask, "elect.sync", nullptr, nullptr);
-    is_elected = emulator::current->lane == lane;
-}
 
 // ---- moves and arithmetic ----------------------------------------------------------------------
 
@@ -246,6 +242,7 @@ inline void mov_b32(b16& low, b16& high, b32 value) {
     low = b16(value);
     high = b16(value >> 16);
 }
+inline void setp_eq_u32(bool& target, b32 a, b32 b) { target = a == b; }
 inline void setp_ne_b32(bool& target, b32 a, b32 b) { target = a != b; }
 inline void selp_u32(b32& target, b32 a, b32 b, bool first) { target = first ? a : b; }
 

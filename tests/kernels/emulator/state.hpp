@@ -44,6 +44,13 @@ struct Reason {
     const NamedBarrier* named = nullptr;
 };
 
+// A thread's own copy of 16 bytes, or of zeros.
+struct ThreadCopy {
+    unsigned address;
+    const void* source;
+    unsigned group;
+};
+
 struct Fiber : Thread {
     Warp* warp;
     void* stack;
@@ -51,6 +58,8 @@ struct Fiber : Thread {
     Reason reason;
     std::vector<std::pair<unsigned, unsigned>> stored;  // to shared memory since the last fence
     unsigned bulk_group = 0;                            // of stores: the one that is open
+    std::vector<ThreadCopy> thread_copies;  // under way
+    unsigned copy_group = 0;                // of them: the one that is open
     unsigned cluster_generation = 0;
 };
 

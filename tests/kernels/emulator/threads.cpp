@@ -46,7 +46,7 @@ unsigned char* checked_stored(Block& block, unsigned address, unsigned bytes, un
     const unsigned first = address - FIRST_ADDRESS;
     for (unsigned i = first; i < first + bytes; ++i) {
         if (block.loads[i])
-            fail("%s at shared address %#x, while a bulk load into it is under way", what, address);
+            fail("%s at shared address %#x, while a copy into it is under way", what, address);
         if (block.readers[i / 16])
             fail("%s at shared address %#x, while a wgmma or a bulk store reads it", what, address);
     }
@@ -64,7 +64,7 @@ unsigned char* checked_async(Block& block, unsigned address, unsigned bytes, uns
     unsigned char* memory = checked(block, address, bytes, alignment, what);
     for (unsigned i = 0; i < bytes; ++i) {
         if (block.loads[address - FIRST_ADDRESS + i])
-            fail("%s at shared address %#x, while a bulk load into it is under way", what, address);
+            fail("%s at shared address %#x, while a copy into it is under way", what, address);
         if (const Fiber* writer = block.writer[address - FIRST_ADDRESS + i])
             fail("%s at shared address %#x, where thread %u of %s stored without a "
                  "fence.proxy.async since",

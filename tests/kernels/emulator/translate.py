@@ -72,6 +72,9 @@ _FAMILIES: tuple[tuple[str, str | None], ...] = (
         r"(\.L2::cache_hint)?",
         "load_bulk",
     ),
+    (r"cp\.async\.cg\.shared(::cta)?\.global(\.L2::\d+B)?", "copy_async"),
+    (r"cp\.async\.commit_group", "emulator::copy_commit"),
+    (r"cp\.async\.wait_group", "emulator::copy_wait"),
     (r"cp\.async\.bulk\.commit_group", "emulator::bulk_commit"),
     (r"cp\.async\.bulk\.wait_group\.read", "emulator::bulk_wait_read"),
     (r"wgmma\.fence\.sync\.aligned", "emulator::multiply_fence"),
@@ -120,7 +123,7 @@ def _split(text: str, separator: str) -> list[str]:
 
 
 def _flat(operand: str) -> str:
-    return re.sub(r"[\[\]{}]", "", operand).replace("|", ",")
+    return re.sub(r"[\[\]{}]", "", operand)
 
 
 def _call(name: str, operands: list[str]) -> str:
