@@ -40,9 +40,7 @@ class Tile(NamedTuple):
     """How one program computes: `rows` of queries (heads times tokens) by `keys`.
 
     boxes: tiles of keys that share one step of the softmax, 1 or 2. stages: slots of the ring that
-    loads run ahead in. quantises: with a cache of e4m3 queries are rounded to it, too, and not keys
-    widened to f16, which costs a copy through shared memory but no accuracy. registers: the most
-    that a thread may have.
+    loads run ahead in. registers: the most that a thread may have.
     """
 
     rows: int
@@ -50,7 +48,6 @@ class Tile(NamedTuple):
     boxes: int = 1
     stages: int = 2
     warps: int = 4
-    quantises: bool = False
     registers: int | None = None
 
 
@@ -106,7 +103,6 @@ def attention_prefill(
             KEYS=tile.keys,
             BOXES=tile.boxes,
             DEPTH=head_dim,
-            QUANTISES=is_fp8 and tile.quantises,
             STAGES=tile.stages,
             num_warps=tile.warps,
             maxnreg=tile.registers,
@@ -255,7 +251,6 @@ def _attend(
     KEYS: tl.constexpr,
     BOXES: tl.constexpr,
     DEPTH: tl.constexpr,
-    QUANTISES: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -266,14 +261,10 @@ def _attend(
     sequence, first, end, length = _find_tile(query_start, seq_lens, num_sequences, tile, TOKENS)
     if first >= end:
         return
-    if key_cache.dtype.element_ty == query.dtype.element_ty:
-        query_dtype: tl.constexpr = tl.bfloat16
-        dtype: tl.constexpr = tl.bfloat16
-    else:
-        query_dtype: tl.constexpr = tl.float8e4nv if QUANTISES else tl.float16
-        dtype: tl.constexpr = tl.float16
+    IS_BF16: tl.constexpr = key_cache.dtype.element_ty == query.dtype.element_ty
+    dtype: tl.constexpr = tl.bfloat16 if IS_BF16 else tl.float16
     queries, factor = load_queries(
-        *(query, first, end, head, scale, key_scale, HEADS, GROUP, ROWS, DEPTH, query_dtype)
+        *(query, first, end, head, scale, key_scale, HEADS, GROUP, ROWS, DEPTH, dtype)
     )
     base, total = start_softmax(ROWS)
     sums = tl.zeros((ROWS, DEPTH), tl.float32)

@@ -45,7 +45,7 @@ def load_queries(
         scale *= tl.load(key_scale + head)
     factor = tl.full((ROWS,), LOG2_E, tl.float32) * scale
     if query.dtype.element_ty != DTYPE:
-        TOP: tl.constexpr = 2.0**7 if DTYPE.is_fp8e4nv() else 2.0**14
+        TOP: tl.constexpr = 2.0**14
         wide = values.to(tl.float32)
         largest = tl.maximum(tl.max(tl.abs(wide), 1), 1e-30)
         power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
