@@ -489,11 +489,11 @@ def decode_calls(tile_class: type[decode.DecodeTile]) -> Iterator[Call]:
 
     shapes = {(model.group, model.window) for model in SERVED_MODELS.values()}
     reached: dict[decode.DecodeTile, tuple[int, int, int | None]] = {}
-    for (group, window), queries, is_fp8 in product(
-        sorted(shapes), range(1, MAXIMUM_DECODE_QUERIES + 1), (False, True)
+    for (group, window), queries, is_fp8, are_few in product(
+        sorted(shapes), range(1, MAXIMUM_DECODE_QUERIES + 1), (False, True), (False, True)
     ):
         for seen in (None, window):
-            served = decode.choose_tile(group, queries, window=seen, is_fp8=is_fp8)
+            served = decode.choose_tile(group, queries, window=seen, is_fp8=is_fp8, are_few=are_few)
             reached.setdefault(tile_class(**vars(served)), (group, queries, seen))
     for tile, options in reached.items():
         yield Call((tile.spec,), partial(error, tile, *options))

@@ -365,6 +365,7 @@ def test_one_graph_of_decodes_serves_all_lengths(
     buffers = room_for(cases)
     fill(buffers, cases[0])
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         implementation.run(buffers)
     stream.synchronize()

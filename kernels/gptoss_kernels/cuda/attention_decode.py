@@ -62,7 +62,7 @@ def attention_decode(
     and runtime.CudaError where there is no Hopper GPU.
     """
     contracts.check_gpu(query, "query")
-    chosen = tile or _tile_for(query, key_cache, max_queries, window)
+    chosen = tile or _tile_for(query, key_cache, page_tables, max_queries, window)
     given = (query, key_cache, value_cache, sinks, query_start, seq_lens, page_tables, out)
     scales = tuple(each for each in (key_scale, value_scale) if each is not None)
     split = _room_of(query, key_cache, chosen) if chosen.is_split else _NO_SPLIT
@@ -154,15 +154,21 @@ class DecodeTile:
 # which half as many bytes are to be multiplied in the same time; with 8 rows they multiply so much
 # faster than they read that one slot each is enough, and more bytes on their way are read slower.
 _SPLIT = {
-    False: {8: (64, 4, 2), 16: (64, 4, 3), 32: (64, 4, 2), 64: (32, 8, 1)},
+    False: {8: (64, 4, 2), 16: (64, 4, 3), 32: (64, 8, 1), 64: (32, 8, 1)},
     True: {8: (64, 8, 1), 16: (64, 8, 2), 32: (64, 8, 2), 64: (64, 8, 1)},
 }
+# Of e4m3 with 8 rows, where a block has a tile or two for each warp: fewer warps to add up.
+_FEW_SEQUENCES, _FEW_SPLIT = 2, (64, 4, 2)
 
 
-def _tile_for(query: Tensor, key_cache: Tensor, max_queries: int, window: int | None) -> DecodeTile:
+def _tile_for(
+    query: Tensor, key_cache: Tensor, page_tables: Tensor, max_queries: int, window: int | None
+) -> DecodeTile:
     """Also of tensors that `prepare` refuses afterwards."""
     group = query.shape[1] // _num_kv_heads(key_cache) if query.dim() == 3 else 1
-    return choose_tile(group, max_queries, window=window, is_fp8=key_cache.dtype == E4M3)
+    is_fp8 = key_cache.dtype == E4M3
+    are_few = page_tables.dim() == 2 and len(page_tables) <= _FEW_SEQUENCES
+    return choose_tile(group, max_queries, window=window, is_fp8=is_fp8, are_few=are_few)
 
 
 def _num_kv_heads(key_cache: Tensor) -> int:
@@ -170,25 +176,28 @@ def _num_kv_heads(key_cache: Tensor) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def choose_tile(group: int, max_queries: int, *, window: int | None, is_fp8: bool) -> DecodeTile:
-    """For `group` query heads a key-value head."""
+def choose_tile(
+    group: int, max_queries: int, *, window: int | None, is_fp8: bool, are_few: bool = False
+) -> DecodeTile:
+    """For `group` query heads a key-value head; are_few: for one or two sequences."""
     rows = next((rows for rows in (8, 16, 32) if rows >= group * max_queries), 64)
     # A window's keys and the queries' own, from a multiple of a unit on.
     most_keys = (window or _UNBOUNDED) + max_queries - 1 + _WINDOW_UNIT - 1
     if most_keys <= _WINDOW_WARPS * _TILE_KEYS:
         # With 64 rows the compiler spills; the second pass finds its keys in L2.
         return DecodeTile(min(rows, 32), is_fp8, is_split=False, warps=_WINDOW_WARPS, slots=1)
-    keys, warps, slots = _SPLIT[is_fp8][rows]
+    is_small = are_few and is_fp8 and rows == 8
+    keys, warps, slots = _FEW_SPLIT if is_small else _SPLIT[is_fp8][rows]
     return DecodeTile(rows, is_fp8, keys, warps=warps, slots=slots)
 
 
 def served_tiles(groups: tuple[int, ...], windows: tuple[int | None, ...]) -> Iterator[DecodeTile]:
     """All that choose_tile gives for models with these groups of heads and windows, each once."""
     queries = range(1, MAXIMUM_DECODE_QUERIES + 1)
-    choices = product(groups, queries, windows, (False, True))
+    choices = product(groups, queries, windows, (False, True), (False, True))
     yield from {
-        choose_tile(group, most, window=window, is_fp8=is_fp8): None
-        for group, most, window, is_fp8 in choices
+        choose_tile(group, most, window=window, is_fp8=is_fp8, are_few=are_few): None
+        for group, most, window, is_fp8, are_few in choices
     }
 
 
@@ -272,7 +281,8 @@ def prepare(
     contracts.check_attention_inputs(*inputs, window, key_scale, value_scale)
     num_tokens, num_heads, _ = query.shape
     num_kv_heads, page_size = key_cache.shape[1:3]
-    contracts.check_output("out", out, torch.bfloat16, (num_tokens, num_heads * HEAD_DIM), query)
+    shape = (num_tokens, num_heads * HEAD_DIM)
+    contracts.check_output("out", out, torch.bfloat16, shape, query, "query")
     contracts.check_contiguous("out", out)
     contracts.check_score_scale(scale)
     if tile.is_fp8 != (key_cache.dtype == E4M3):

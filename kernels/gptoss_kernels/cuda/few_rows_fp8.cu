@@ -66,10 +66,9 @@ __device__ unsigned int arrived[SWIGLU ? MAXIMUM_GROUPS : 1];
 
 // ---- instructions that no other kernel has ----------------------------------------------------
 
-// Of what is read once, and makes room in L2 before anything else does.
+// Of what is read once.
 __device__ __forceinline__ void load_bytes_once(uint32_t destination, const void* source, int bytes,
                                                 uint32_t barrier) {
-    constexpr uint64_t EVICT_FIRST = 0x12F0000000000000;  // as createpolicy encodes it
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
         " [%0], [%1], %2, [%3], %4;" ::"r"(destination),

@@ -98,16 +98,20 @@ __device__ __forceinline__ void load_box_multicast(uint32_t destination, const T
         : "memory");
 }
 
-// 16 bytes, past L1; or zeros, and nothing is read. By the thread itself, sooner or later.
+// For L2, as createpolicy encodes it: of what is read once, and makes room before anything else does.
+constexpr uint64_t EVICT_FIRST = 0x12F0000000000000;
+
+// 16 bytes that are read once, past L1; or zeros, and nothing is read. By the thread itself, sooner
+// or later.
 __device__ __forceinline__ void copy_async(uint32_t destination, const void* source,
                                            bool is_needed) {
     asm volatile(
         "{\n"
         ".reg .pred p;\n"
         "setp.eq.u32 p, %2, 0;\n"
-        "cp.async.cg.shared.global [%0], [%1], 16, p;\n"
+        "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, p, %3;\n"
         "}" ::"r"(destination),
-        "l"(source), "r"(static_cast<uint32_t>(is_needed))
+        "l"(source), "r"(static_cast<uint32_t>(is_needed)), "l"(EVICT_FIRST)
         : "memory");
 }
 

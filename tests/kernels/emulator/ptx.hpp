@@ -225,7 +225,7 @@ inline void map_shared(b32& target, b32 address, b32 rank) {
 inline void load_bulk(b32 destination, b64 source, b32 bytes, b32 barrier, b64 = 0) {
     emulator::load_bulk(destination, reinterpret_cast<const void*>(source), bytes, barrier);
 }
-inline void copy_async(b32 destination, b64 source, b32, bool is_ignored) {
+inline void copy_async(b32 destination, b64 source, b32, bool is_ignored, b64) {
     emulator::copy_async(destination, is_ignored ? nullptr : reinterpret_cast<const void*>(source));
 }
 inline void named_sync(b32 id, b32 threads) { emulator::named_barrier(id, threads, true); }
