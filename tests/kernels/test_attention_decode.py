@@ -5,14 +5,18 @@ that share a pair of sequence and head, and warps that share a block's part of i
 each other; rows in passes; and kernels that are wrong in one thing, which must show.
 """
 
+import re
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from triton import knobs
 
 from gptoss_kernels.cuda import attention_decode as module
 from gptoss_kernels.cuda import runtime
@@ -297,6 +301,18 @@ def test_served_tiles_are_few_and_fit() -> None:
         slot_bytes = 2 * tile.keys * HEAD_DIM * (1 if tile.is_fp8 else 2)
         is_bound_by_reading = tile.is_split and tile.rows < 64
         assert not is_bound_by_reading or tile.warps * tile.slots * slot_bytes >= 65_536
+
+
+def test_copies_are_assembled_as_they_should_be(tmp_path: Path) -> None:
+    """NVRTC 13.0.88 encodes a copy with a policy for L2 and an address that has a uniform part in a
+    form that an H200 refuses as an illegal instruction. It shows as an odd descriptor."""
+    for tile in served_tiles((8,), WINDOWS):
+        (tmp_path / "cubin").write_bytes(tile.spec.compile().image)
+        command = (knobs.nvidia.nvdisasm.path, "-c", str(tmp_path / "cubin"))
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        copies = re.findall(r"LDGSTS\S* \[([^]]+)\], desc\[UR(\d+)\]", text)
+        assert copies
+        assert not [c for c in copies if "UR" in c[0] or int(c[1]) % 2], (tile, copies)
 
 
 def test_bad_input_is_refused() -> None:

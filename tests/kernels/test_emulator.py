@@ -701,9 +701,10 @@ def test_boxes(machine: str, place: tuple[int, int, int], swizzle: int) -> None:
 def test_copies_of_a_thread(machine: str) -> None:
     """Two groups, of which the first is waited for; and an empty one. Odd lanes copy zeros."""
     body = """
+    // Not a sum with a uniform part: see test_copies_are_assembled_as_they_should_be.
+    const uint32_t place = __shfl_sync(~0u, shared + thread * 16, lane);
     for (int i = 0; i < 2; ++i) {
-        copy_async(shared + (i * 128 + thread) * 16, arguments.data + (i * 128 + thread) * 16,
-                   lane % 2 == 0);
+        copy_async(place + i * 2048, arguments.data + (i * 128 + thread) * 16, lane % 2 == 0);
         copy_commit();
     }
     copy_wait<1>();
