@@ -108,6 +108,7 @@ def attention_error(sequences: list[tuple[int, int]], seed: int, change: Change 
 
 
 NARROW = LinearTile(24, m_groups=1, k_groups=2)
+ODD_RING = LinearTile(192, m_groups=1, k_groups=2)  # a slot is each warpgroup's in turn
 BOXES = LinearTile(128, m_groups=1, waves=2, stores_boxes=True)
 SHARED_X = LinearTile(64, m_groups=1, stores_boxes=True, cluster_n=2)
 SHARED_WEIGHT = LinearTile(64, m_groups=1, stores_boxes=True, cluster_m=2)
@@ -151,7 +152,7 @@ def test_dispatch(launches: Literal[1, 3, 4], seed: int) -> None:
 
 
 @SEEDS
-@pytest.mark.parametrize("tile", [NARROW, BOXES, SHARED_X, SHARED_WEIGHT], ids=str)
+@pytest.mark.parametrize("tile", [NARROW, ODD_RING, BOXES, SHARED_X, SHARED_WEIGHT], ids=str)
 def test_linear(tile: LinearTile, seed: int) -> None:
     assert linear_error(tile, seed, has_residual=seed != 1) < BOUND
 
@@ -255,6 +256,11 @@ MUTANTS = {
         lambda *given: linear_error(NARROW, *given),
         "if (!is_first) named_sync(SUM_FREE_BARRIER + group, 256);",
         "",
+    ),
+    "the turn before another warpgroup's is taken for the own one": (
+        lambda *given: linear_error(ODD_RING, *given),
+        "if constexpr (K_GROUPS > 1)\n            barrier_wait(shared + EMPTY",
+        "if constexpr (K_GROUPS > 2)\n            barrier_wait(shared + EMPTY",
     ),
     "a cluster's block releases its own slot alone": (
         lambda *given: linear_error(SHARED_X, *given),

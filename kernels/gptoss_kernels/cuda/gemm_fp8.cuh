@@ -49,6 +49,7 @@ static_assert(X_GROUP == 128 || X_GROUP == 64, "a scale of x covers a block of K
 static_assert(BLOCK_N % 8 == 0 && BLOCK_N <= 256, "wgmma multiplies 8 to 256 columns");
 static_assert(CLUSTER_M == 1 || CLUSTER_N == 1, "a cluster shares one of the two loads");
 static_assert(K_GROUPS == 1 || WAVES == 1, "sums are handed over of one wave");
+static_assert(STAGES >= 2 * K_GROUPS - 1, "between a warpgroup's blocks of K, across tiles, too");
 static_assert((BLOCK_N / CLUSTER_M) % 8 == 0, "each block of a cluster loads whole swizzle atoms");
 constexpr int FIXED_OFFSET = (EMPTY_OFFSET + STAGES * 8 + 15) / 16 * 16;
 static_assert(FIXED_OFFSET + FIXED_BYTES <= SHARED_BYTES, "the launch gives too little memory");
@@ -202,6 +203,10 @@ struct Math {
     template <typename Boundary, typename Waves, typename Meanwhile>
     __device__ __forceinline__ void block(int k, Boundary boundary, Waves waves,
                                           Meanwhile meanwhile) {
+        // The slot's last turn may have been another warpgroup's. If its load were still under way,
+        // the turn before that would be taken for this one: they are of the same parity.
+        if constexpr (K_GROUPS > 1)
+            barrier_wait(shared + EMPTY_OFFSET + ring.slot * 8, ring.phase ^ 1);
         barrier_wait(shared + FULL_OFFSET + ring.slot * 8, ring.phase);
         multiply_and_promote<1>(k, boundary, waves, meanwhile);
         // The last block of a tile leads to this warpgroup's first block of the next tile.
