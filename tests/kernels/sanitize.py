@@ -9,11 +9,13 @@ as there are processors. memcheck sees what lies beyond a tensor, as each is an 
 own; racecheck sees shared memory alone. Every result is compared with reference.py, so that what
 does nothing fails. The bound is wide: precision is for the tests beside this file.
 
-racecheck reports few_rows_fp8 as it is served, where one lane of a warp speaks for all. The same
-kernel where each speaks for itself (sanitized.where_all_lanes_arrive) has a row of its own, and so
-have the kernels of attention. A report of a served one that has nothing but races of stores with
-loads is known if the other's is empty in the same run: what else there may be, that one would show,
-but for a lane that speaks too early (test_emulator.py is there for that).
+racecheck does not follow two ways in which kernels as they are served say that memory is free, or
+filled: one lane of a warp speaks for all (few_rows_fp8, attention), or threads arrive at a named
+barrier and do not wait there (linear_fp8). The same kernels where each lane speaks for itself, or
+all wait (sanitized.twin_of), have rows of their own. A report of a served one that has nothing but
+races of stores with loads is known if its twin's is empty in the same run: what else there may be,
+that one would show, but for a thread that speaks too early (test_emulator.py is there for that). So
+it does not matter that racecheck stops counting at ten million hazards of a served one.
 Exit status 1 if anything else is reported, or a result is wrong.
 """
 
@@ -39,12 +41,13 @@ from sanitized import OPERATORS, TWIN, Call
 from gptoss_kernels.cuda import build
 
 TOOLS = ("memcheck", "racecheck")
-BOUND = 1e-2
 _CALLS_A_PROCESS = 30
 _SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|displayed \((\d+) errors?, (\d+) warning")
 # What the sanitizer prints of races of a store with loads, or of a load with stores, and around it.
+# That it stopped counting comes with no race of its own: of the twin there must be none at all.
 _STORES_AND_LOADS = (
     r"^=+(?: *| COMPUTE-SANITIZER| RACECHECK SUMMARY: .*)\n"
+    r"|^=+ Warning: Maximum number of hazards reached\..*\n"
     r"|^=+ (?:Error|Warning): Race reported between (Write|Read) access at (?:{kernels})\+.*\n"
     r"(?:=+ +and (?!\1)(?:Write|Read) access at (?:{kernels})\+.*\n)++(?!=+ +and )"
 )
@@ -80,8 +83,8 @@ def run_calls(operator: str, part: int, parts: int, limit: float) -> None:
     for index, call in enumerate(calls_of(operator, part, parts)):
         torch.manual_seed(index)
         error = call.error()
-        right += error < BOUND
-        if not error < BOUND:
+        right += error < call.bound
+        if not error < call.bound:
             print(f"wrong by {error:.1e}: {', '.join(map(str, call.kernels))}")
     torch.cuda.synchronize()
     print(json.dumps({"right": right}))

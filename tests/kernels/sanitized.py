@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from attention_cases import Case, exact, make_case
+from attention_cases import (
+    E4M3_WEIGHT_BOUNDS,
+    Case,
+    exact,
+    make_case,
+    rounded_queries,
+    without_decodes,
+)
 from torch import Tensor
 
 from gptoss_kernels import reference
@@ -48,16 +55,21 @@ from gptoss_kernels.cuda.rms_norm_fp8 import spec as rms_norm_spec
 from gptoss_kernels.cuda.rows import RowLayout, choose_layout
 from gptoss_kernels.fp8 import BLOCK, E4M3
 
-TWIN = ":all_lanes_arrive"  # behind the name of an operator
+TWIN = ":twin"  # behind the name of an operator
 DEVICE = "cuda"
+BOUND = 1e-2
 
 
 @dataclass(frozen=True)
 class Call:
-    """The kernels that it launches, and the error of what they give: 0, or in norm of the whole."""
+    """The kernels that it launches, and the error of what they give: 0, or in norm of the whole.
+
+    Right is what is below `bound`.
+    """
 
     kernels: tuple[KernelSpec, ...]
     error: Callable[[], float]
+    bound: float = BOUND
 
 
 def norm_error(out: Tensor, expected: Tensor) -> float:
@@ -224,7 +236,57 @@ def product_inputs(rows: int, n: int, k: int, group: int, experts: tuple[int, ..
     return [e4m3(rows, k), x_scale, e4m3(*experts, n, k), weight_scale, bias]
 
 
-def linear_calls() -> Iterator[Call]:
+def twin_of(served: KernelSpec, difference: str, changes: Iterable[tuple[str, str]]) -> KernelSpec:
+    """The same kernel but for `changes`, each of a place that is there once."""
+    folder = Path(few_rows_fp8.__file__).parent
+    text = "".join((folder / name).read_text() for name in served.files)
+    for old, new in changes:
+        if text.count(old) != 1:
+            raise ValueError(f"{old!r} is not once in {', '.join(served.files)}")
+        text = text.replace(old, new)
+    variant = f"{served.variant} {difference}"
+    return replace(served, files=(), generated=served.generated + text, variant=variant)
+
+
+def where_all_lanes_arrive(served: KernelSpec, changes: Iterable[tuple[str, str]]) -> KernelSpec:
+    """Each lane of a warp says for itself that it has stored or loaded.
+
+    As served, one lane says so for those that __syncwarp() ordered before it, which racecheck does
+    not follow: it reports each of the stores with each of the loads that wait for them.
+    """
+    return twin_of(served, "all lanes arrive", changes)
+
+
+@dataclass(frozen=True)
+class LinearWhereBothWait(LinearTile):
+    """Who took another warpgroup's sums waits with the one that puts the next ones there.
+
+    As served it arrives at the named barrier and goes on. PTX orders what a thread has read before
+    its arrival; racecheck reports each of the loads with the next tile's store. The number of the
+    one who waits is a constant here, too, in case it is that which racecheck does not follow.
+    It would wait for ever of sums longer than the ring, of which a block here has one tile.
+    """
+
+    @property
+    def spec(self) -> KernelSpec:
+        return twin_of(
+            super().spec,
+            "both wait",
+            (
+                (
+                    "if (!is_last) named_arrive(SUM_FREE_BARRIER",
+                    "if (!is_last) named_sync(SUM_FREE_BARRIER",
+                ),
+                (
+                    "const int group = k_group * M_GROUPS + m_group;",
+                    "const int group = M_GROUPS == 1 && K_GROUPS == 2 ? 1 "
+                    ": k_group * M_GROUPS + m_group;",
+                ),
+            ),
+        )
+
+
+def linear_calls(tile_class: type[LinearTile]) -> Iterator[Call]:
     def error(tile: LinearTile, m: int, n: int, k: int, residual: str, has_bias: bool) -> float:
         *inputs, bias = product_inputs(m, n, k, BLOCK, ())
         added = torch.randn(m, n).mul(2).bfloat16() if residual else None
@@ -237,7 +299,8 @@ def linear_calls() -> Iterator[Call]:
         out = linear_fp8(*gpu_inputs, bias=gpu_bias, residual=gpu_added, out=room, tile=tile)
         return norm_error(out, expected)
 
-    for tile in LINEAR_TILES:
+    for served in LINEAR_TILES:
+        tile = tile_class(**vars(served))
         # 13 tiles each way: more than blocks, and an odd last one in either direction of a cluster.
         several = (12 * tile.rows + 3, 12 * tile.columns + 8, 272)
         for shape, options in (
@@ -322,22 +385,6 @@ def grouped_linear_calls() -> Iterator[Call]:
             yield Call((tile.spec,), partial(linear_error, *shape, group, tile))
 
 
-def where_all_lanes_arrive(served: KernelSpec, changes: Iterable[tuple[str, str]]) -> KernelSpec:
-    """The same kernel, but that each lane of a warp says for itself that it has stored or loaded.
-
-    As served, one lane says so for those that __syncwarp() ordered before it, which racecheck does
-    not follow: it reports each of the stores with each of the loads that wait for them.
-    """
-    folder = Path(few_rows_fp8.__file__).parent
-    text = "".join((folder / name).read_text() for name in served.files)
-    for one_lane, all_lanes in changes:
-        if text.count(one_lane) != 1:
-            raise ValueError(f"{one_lane!r} is not once in {', '.join(served.files)}")
-        text = text.replace(one_lane, all_lanes)
-    variant = f"{served.variant} all lanes arrive"
-    return replace(served, files=(), generated=served.generated + text, variant=variant)
-
-
 @dataclass(frozen=True)
 class FewRowsWhereAllArrive(FewRowsTile):
     """Of partial sums."""
@@ -373,7 +420,10 @@ def few_rows_calls(tile_class: type[FewRowsTile]) -> Iterator[Call]:
 # ---- attention --------------------------------------------------------------------------------
 
 
-def attention_error(attend: Callable[..., None], case: Case) -> float:
+def attention_error(
+    attend: Callable[..., None], case: Case, compared_case: Case | None = None
+) -> float:
+    """compared_case: what is computed exactly, where it is not `case` itself."""
     tensors = dict(zip(case.tensors, on_gpu(*case.tensors.values()), strict=True))
     out = empty_bf16(len(case.query), case.query.shape[1] * HEAD_DIM)
 
@@ -381,7 +431,7 @@ def attention_error(attend: Callable[..., None], case: Case) -> float:
         attend(*inputs, out, **options)
         return out
 
-    return norm_error(replace(case, **tensors).run(attention), exact(case))
+    return norm_error(replace(case, **tensors).run(attention), exact(compared_case or case))
 
 
 # Some four tiles of 192 rows for each block of an H200, of up to eight blocks of keys: each ring of
@@ -439,14 +489,17 @@ def prefill_calls(*, are_twins: bool) -> Iterator[Call]:
         case = make_case(
             sequences, heads=heads, page_size=page_size, window=window, dtype=tile.dtype
         )
-        return attention_error(partial(prefill.attention_prefill, tile=tile), case)
+        # What has queries is computed, decodes or not, over e4m3 with rounded queries and weights.
+        rounded = rounded_queries(without_decodes(case)) if tile.dtype == E4M3 else case
+        return attention_error(partial(prefill.attention_prefill, tile=tile), case, rounded)
 
     for served in prefill.served_tiles():
         tile = PREFILL_TWINS[type(served)](**vars(served)) if are_twins else served
+        bound = E4M3_WEIGHT_BOUNDS.whole if tile.dtype == E4M3 else BOUND
         for shape, window in product(
             range(len(PREFILLS)), (20, 128) if tile.has_window else (None,)
         ):
-            yield Call((tile.spec,), partial(error, tile, shape, window))
+            yield Call((tile.spec,), partial(error, tile, shape, window), bound)
 
 
 @dataclass(frozen=True)
@@ -541,7 +594,8 @@ def rope_calls() -> Iterator[Call]:
 
 # The longest first, so that none of them is the last to start.
 OPERATORS: dict[str, Callable[[], Iterable[Call]]] = {
-    "linear_fp8": linear_calls,
+    "linear_fp8": partial(linear_calls, LinearTile),
+    f"linear_fp8{TWIN}": partial(linear_calls, LinearWhereBothWait),
     "grouped_swiglu_fp8": swiglu_calls,
     "grouped_linear_fp8": grouped_linear_calls,
     "attention_decode": partial(decode_calls, decode.DecodeTile),

@@ -95,9 +95,14 @@ def test_every_call_is_taken(
 
 @pytest.mark.parametrize(
     ("operator", "changed_lines"),
-    [("few_rows_fp8", 4), ("attention_decode", 4), ("attention_prefill", 9)],
+    [
+        ("linear_fp8", 2),
+        ("few_rows_fp8", 4),
+        ("attention_decode", 4),
+        ("attention_prefill", 9),
+    ],
 )
-def test_a_twin_is_the_served_kernel_but_for_who_arrives(
+def test_a_twin_is_the_served_kernel_but_for_who_arrives_or_waits(
     sanitize: ModuleType, tmp_path: Path, operator: str, changed_lines: int
 ) -> None:
     calls = zip(
@@ -112,12 +117,31 @@ def test_a_twin_is_the_served_kernel_but_for_who_arrives(
         assert each.faults == ()
 
 
-def test_what_does_nothing_is_wrong(sanitize: ModuleType, sanitized: ModuleType) -> None:
+def test_what_does_nothing_is_wrong(sanitized: ModuleType) -> None:
     expected = torch.randn(3, 128)
     assert sanitized.norm_error(expected, expected) == 0
-    assert not sanitized.norm_error(torch.full_like(expected, torch.nan), expected) < sanitize.BOUND
-    assert not sanitized.norm_error(torch.zeros_like(expected), expected) < sanitize.BOUND
+    assert (
+        not sanitized.norm_error(torch.full_like(expected, torch.nan), expected) < sanitized.BOUND
+    )
+    assert not sanitized.norm_error(torch.zeros_like(expected), expected) < sanitized.BOUND
     assert sanitized.norm_error(torch.tensor([1, 2]), torch.tensor([1, 3])) == float("inf")
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_linears_twin_gives_what_it_should(
+    sanitized: ModuleType, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Of two tiles in each block: it has more to wait for than the served kernel."""
+    monkeypatch.setattr(sanitized, "DEVICE", "cpu")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    calls = sanitized.linear_calls(sanitized.LinearWhereBothWait)
+    call = next(
+        call
+        for call in calls
+        if ("K_GROUPS", 2) in call.kernels[0].defines and call.error.args[1:4] == (130, 360, 400)
+    )
+    with emulated(seed, num_multiprocessors=23):
+        assert call.error() < sanitized.BOUND
 
 
 def test_reports(sanitize: ModuleType) -> None:
@@ -144,6 +168,12 @@ def test_reports(sanitize: ModuleType) -> None:
     assert known.errors == 2
     assert is_fine(known, twin)
     assert is_fine(sanitize.merged([known, known]), twin)
+    stopped = RACECHECK.replace(
+        "{answer}", "========= Warning: Maximum number of hazards reached. So it says.\n{answer}"
+    )
+    stopped = stopped.replace("{kernel}", "few_rows_fp8").replace("{write}", "Write")
+    assert is_fine(report(stopped, "few_rows_fp8", "racecheck"), twin)
+    assert not is_fine(report(stopped, "few_rows_fp8", "racecheck"))
     loads_first = race.replace("Read", "Then").replace("Write", "Read").replace("Then", "Write")
     assert is_fine(report(loads_first, "few_rows_fp8", "racecheck"), twin)
     assert not is_fine(known)
