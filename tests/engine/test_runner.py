@@ -5,7 +5,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +43,7 @@ from gptoss_kernels.ops import (
 )
 from gptoss_kernels.testing import norm_error, rel_error
 
+from ..extras import needs_deep_gemm
 from ..tiny_checkpoint import TinyCheckpoint, write_converted
 from .forward import logits_of_all
 from .sources import model_config
@@ -518,10 +518,7 @@ class OtherExpertsBias:
         return self._kernels.experts(*others, bias.roll(1, 0), **options)
 
 
-no_deep_gemm = pytest.mark.skipif(
-    find_spec("deep_gemm") is None, reason="sgl-deep-gemm is not installed"
-)
-GEMM_MARKS = {"reference": (), "deepgemm": (pytest.mark.gpu, no_deep_gemm)}
+GEMM_MARKS = {"reference": (), "deepgemm": (pytest.mark.gpu, needs_deep_gemm)}
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from gptoss_kernels import contracts, ops
 from gptoss_kernels.contracts import NO_DECODES, Decodes
 from gptoss_kernels.ops import Attention
 
+from ..extras import needs_flashinfer
 from .attention_cases import (
     BF16_BOUNDS,
     E4M3,
@@ -34,7 +35,6 @@ from .attention_cases import (
     wrong_twins,
 )
 from .emulator import emulated, guarded
-from .extras import needs_flashinfer
 from .wrong_tensors import every_second, other_device, shifted
 
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257)

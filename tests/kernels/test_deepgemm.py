@@ -19,7 +19,7 @@ from gptoss_kernels.deepgemm import DeepGemmError, library, padded_rows
 from gptoss_kernels.testing import norm_error
 from gptoss_kernels.triton_lang.device import INTERPRETED
 
-from .extras import needs_deep_gemm
+from ..extras import needs_deep_gemm
 from .triton_lang_compiler import compiling_for
 from .triton_lang_interpreter import REMARKS, interpret, round_as_hardware_does
 

@@ -21,8 +21,8 @@ from gptoss_kernels.contracts import Decodes
 from gptoss_kernels.flashinfer import Batch, FlashInferError, attention, causal_mask, page_lists
 from gptoss_kernels.testing import norm_error
 
+from ..extras import needs_flashinfer
 from .attention_cases import E4M3, Case, exact, make_case, without_decodes, wrong_twins
-from .extras import needs_flashinfer
 
 # The stand-in is exact: what remains is the rounding of the result, and with scales for the heads
 # that of the query and of the result before its scale.
