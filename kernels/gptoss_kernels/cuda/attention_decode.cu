@@ -181,10 +181,10 @@ __device__ __forceinline__ Walk find_range(const Arguments& arguments, int lane,
     int until = own;
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
-        const int other = __shfl_up_sync(0xFFFFFFFF, until, distance);
+        const int other = __shfl_up_sync(ALL_LANES, until, distance);
         if (lane >= distance) until += other;
     }
-    total = __shfl_sync(0xFFFFFFFF, until, 31);
+    total = __shfl_sync(ALL_LANES, until, 31);
     const Cut cut(arguments, total);
     walk.unit = cut.first_of(range);
     walk.last = cut.first_of(range + 1);
@@ -196,15 +196,15 @@ __device__ __forceinline__ Walk find_range(const Arguments& arguments, int lane,
              sequence = Sequence(arguments, ++index))
             start += sequence.units(arguments);
     }
-    const int from = __ffs(__ballot_sync(0xFFFFFFFF, is_here)) - 1;
-    walk.index = __shfl_sync(0xFFFFFFFF, index, from);
-    sequence.row = __shfl_sync(0xFFFFFFFF, sequence.row, from);
-    sequence.queries = __shfl_sync(0xFFFFFFFF, sequence.queries, from);
-    sequence.length = __shfl_sync(0xFFFFFFFF, sequence.length, from);
-    sequence.first = __shfl_sync(0xFFFFFFFF, sequence.first, from);
-    sequence.tiles = __shfl_sync(0xFFFFFFFF, sequence.tiles, from);
+    const int from = __ffs(__ballot_sync(ALL_LANES, is_here)) - 1;
+    walk.index = __shfl_sync(ALL_LANES, index, from);
+    sequence.row = __shfl_sync(ALL_LANES, sequence.row, from);
+    sequence.queries = __shfl_sync(ALL_LANES, sequence.queries, from);
+    sequence.length = __shfl_sync(ALL_LANES, sequence.length, from);
+    sequence.first = __shfl_sync(ALL_LANES, sequence.first, from);
+    sequence.tiles = __shfl_sync(ALL_LANES, sequence.tiles, from);
     walk.sequence = sequence;
-    walk.begin = walk.unit - __shfl_sync(0xFFFFFFFF, start, from);
+    walk.begin = walk.unit - __shfl_sync(ALL_LANES, start, from);
     for (; walk.begin >= sequence.tiles; walk.begin -= sequence.tiles) ++walk.pass;
     return walk;
 }
@@ -473,7 +473,7 @@ struct Worker {
             amax = fmaxf(amax, fmaxf(fabsf(low_bf16(word)), fabsf(high_bf16(word))));
 #pragma unroll
         for (int distance = 16; distance > 0; distance /= 2)
-            amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFF, amax, distance));
+            amax = fmaxf(amax, __shfl_xor_sync(ALL_LANES, amax, distance));
         const uint32_t exponent = max(__float_as_uint(amax) >> 23, 15u);
         const float up = __uint_as_float((127 + 14 + 127 - exponent) << 23);
 #pragma unroll
@@ -627,8 +627,8 @@ struct Worker {
 #pragma unroll
                 for (int i = 0; i < 2; ++i) most[i] = fmaxf(most[i], scores[n][2 * half + i]);
             float largest = fmaxf(most[0], most[1]);
-            largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, 1));
-            largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, 2));
+            largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, 1));
+            largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, 2));
             const float base = fmaxf(sums.base[half], fmaf(largest, scale, -LIFT));
             sums.scale(half, exp2_approx(sums.base[half] - base));
             sums.base[half] = base;
@@ -694,9 +694,8 @@ struct Worker {
 #pragma unroll
         for (int half = 0; half < HALVES; ++half) {
             float total = sums.total[half];
-            total += __shfl_xor_sync(0xFFFFFFFF, total, 1);
-            total += __shfl_xor_sync(0xFFFFFFFF, total, 2);
-            constexpr float LOG2_E = 1.4426950408889634f;
+            total += __shfl_xor_sync(ALL_LANES, total, 1);
+            total += __shfl_xor_sync(ALL_LANES, total, 2);
             total += exp2_approx(fmaf(half ? sink.y : sink.x, LOG2_E, -sums.base[half]));
             const float factor = sink.z * reciprocal_approx(total);
             const int row = row_of(walk, m, half);
@@ -746,7 +745,7 @@ struct Worker {
             is_last = atomicAdd(counter, 1) == last - first;
             if (is_last) *counter = 0;
         }
-        if (!__shfl_sync(0xFFFFFFFF, is_last, 0)) return;
+        if (!__shfl_sync(ALL_LANES, is_last, 0)) return;
         global_fence();
         __syncwarp();
 #pragma unroll
@@ -906,7 +905,7 @@ struct Worker {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     attention_decode(const __grid_constant__ Arguments arguments) {
     extern __shared__ __align__(128) unsigned char memory[];
-    const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);
+    const int warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0);
     const int lane = threadIdx.x % 32;
     int total = 0;
     const Walk walk = SPLIT ? find_range(arguments, lane, total) : own_pair(arguments);

@@ -89,8 +89,6 @@ constexpr int TRANSPOSED_EMPTY = FP8 ? TRANSPOSED_FULL + TRANSPOSED_STAGES * 8 :
 
 constexpr int GROUP_BARRIER = 1;  // + warpgroup. Named barrier 0 is __syncthreads.
 
-constexpr uint32_t ALL_LANES = 0xFFFFFFFF;
-constexpr float LOG2_E = 1.44269504f;
 // Of half of a lane's powers of one row and block, where no maximum is looked for: none of them is
 // larger. 448 is the largest e4m3 value.
 constexpr float MAXIMUM_SUM = FP8 ? 448 : 0x1p40f;

@@ -117,7 +117,7 @@ __device__ __forceinline__ int find_entries(uint32_t shared, const Arguments& ar
 #pragma unroll
         for (int i = 0; i < WIDTH; ++i) {
             for (int row = 0;; row += TOKENS) {
-                const uint32_t those = __ballot_sync(0xFFFFFFFF, rows[i] > row);
+                const uint32_t those = __ballot_sync(ALL_LANES, rows[i] > row);
                 if (those == 0) break;
                 const int place = found + __popc(those & ((1u << lane) - 1));
                 if (rows[i] > row)
@@ -259,7 +259,7 @@ struct Keeper {
             float amax = max_nan(max_nan(fabsf(y.x), fabsf(y.y)), max_nan(fabsf(y.z), fabsf(y.w)));
 #pragma unroll
             for (int distance = 16; distance > 0; distance /= 2)
-                amax = max_nan(amax, __shfl_xor_sync(0xFFFFFFFF, amax, distance));
+                amax = max_nan(amax, __shfl_xor_sync(ALL_LANES, amax, distance));
             const float at_least = max_nan(amax, 1e-10f);
             const float inverse = 448.f / at_least;
             unsigned char* out = static_cast<unsigned char*>(arguments.out) +
@@ -289,7 +289,7 @@ struct Keeper {
             is_last = atomicAdd(counter, 1) == num_blocks - 1;
             if (is_last) *counter = 0;
         }
-        if (!__shfl_sync(0xFFFFFFFF, is_last, 0)) return;
+        if (!__shfl_sync(ALL_LANES, is_last, 0)) return;
         __threadfence();
         __syncwarp();
         quantise(entry, group);
@@ -470,7 +470,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     few_rows_fp8(const __grid_constant__ Arguments arguments) {
     extern __shared__ __align__(128) unsigned char memory[];
     const uint32_t shared = shared_address(memory);
-    const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);
+    const int warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0);
     const int lane = threadIdx.x % 32;
     if (warp == WARPS) {
         if (lane == 0) {

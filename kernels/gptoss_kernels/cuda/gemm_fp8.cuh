@@ -193,7 +193,7 @@ struct Math {
         for (int i = 0; i < ACCUMULATORS; i += i % 2 ? 3 : 1) {  // 0, 1, 4, 5, 8, 9, ...
             const int in_row = i / 4 * 8 + i % 2;                // and twice lane % 4 from there
             const float bias =
-                __shfl_sync(0xFFFFFFFF, next_bias[in_row / 32], in_row % 32 + lane % 4 * 2);
+                __shfl_sync(ALL_LANES, next_bias[in_row / 32], in_row % 32 + lane % 4 * 2);
             promoted[wave][i] = promoted[wave][i + 2] = k_group == 0 ? bias : 0.f;
         }
     }
@@ -248,8 +248,8 @@ struct Math {
             const int done = step - (PARTIALS - 1);
             if (done < 0) continue;
             // Only now: `meanwhile` may have brought another tile's.
-            const float weight_scale_0 = __shfl_sync(0xFFFFFFFF, lane_scale_0, k % 32);
-            const float weight_scale_1 = __shfl_sync(0xFFFFFFFF, lane_scale_1, k % 32);
+            const float weight_scale_0 = __shfl_sync(ALL_LANES, lane_scale_0, k % 32);
+            const float weight_scale_1 = __shfl_sync(ALL_LANES, lane_scale_1, k % 32);
             const int target = done % PARTIALS;
             if (PARTIALS > 1 && done < STEPS - 1)
                 wgmma_wait<1>();
@@ -364,7 +364,7 @@ struct Math {
             for (int i = 0; i + 1 < BLOCK_N / 8; i += 2) {
                 const uint32_t left = pack_bf16(sums[4 * i], sums[4 * i + 1]);
                 const uint32_t right = pack_bf16(sums[4 * i + 4], sums[4 * i + 5]);
-                const uint32_t other = __shfl_xor_sync(0xFFFFFFFF, is_odd ? left : right, 1);
+                const uint32_t other = __shfl_xor_sync(ALL_LANES, is_odd ? left : right, 1);
                 if (is_inside && first_column + i * 8 < arguments.N)
                     store_global(out + first_column + i * 8, is_odd ? other : left,
                                  is_odd ? right : other);

@@ -168,10 +168,10 @@ struct Scheduler {
         int before = own;
 #pragma unroll
         for (int distance = 1; distance < 32; distance *= 2) {
-            const int other = __shfl_up_sync(0xFFFFFFFF, before, distance);
+            const int other = __shfl_up_sync(ALL_LANES, before, distance);
             if (lane >= distance) before += other;
         }
-        const int total = __shfl_sync(0xFFFFFFFF, before, 31);
+        const int total = __shfl_sync(ALL_LANES, before, 31);
         before -= own;
         for (int expert = first; expert < end; ++expert) {
             store_shared(table(expert), before);
@@ -357,8 +357,8 @@ struct GroupedMath : Math {
                 if (i / 4 * 16 < num_outputs)  // a multiple of 16
                     amax[half] = max_nan(amax[half], fabsf(y[half][i]));
             }
-            amax[half] = max_nan(amax[half], __shfl_xor_sync(0xFFFFFFFF, amax[half], 1));
-            amax[half] = max_nan(amax[half], __shfl_xor_sync(0xFFFFFFFF, amax[half], 2));
+            amax[half] = max_nan(amax[half], __shfl_xor_sync(ALL_LANES, amax[half], 1));
+            amax[half] = max_nan(amax[half], __shfl_xor_sync(ALL_LANES, amax[half], 2));
         }
         const bool is_whole = has_whole_groups(job);
         if (!is_whole) exchange(wave, amax);
@@ -438,7 +438,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                 const __grid_constant__ Experts experts) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const uint32_t shared = shared_address(memory);
-    const int group = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
+    const int group = __shfl_sync(ALL_LANES, threadIdx.x / 128, 0);
 
     if (threadIdx.x == MATH_THREADS) {
         prefetch_map(&x_map);
@@ -460,7 +460,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 
     if (group == MATH_GROUPS) {
         give_registers<PRODUCER_REGISTERS>();
-        const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0) - MATH_THREADS / 32;
+        const int warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0) - MATH_THREADS / 32;
         if (threadIdx.x == MATH_THREADS)
             produce(shared, &x_map, &x_scale_map, &weight_map, arguments);
         else if (warp == 1 && (CLUSTER == 1 || cluster_rank() == 0))

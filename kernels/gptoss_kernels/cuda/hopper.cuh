@@ -4,6 +4,8 @@
 using uint32_t = unsigned int;
 using uint64_t = unsigned long long;
 
+constexpr uint32_t ALL_LANES = 0xFFFFFFFF;  // of a warp
+
 struct alignas(64) TensorMap {
     unsigned char opaque[128];
 };
@@ -359,12 +361,12 @@ __device__ __forceinline__ void transpose_bytes_in_quad(uint32_t (&words)[4], in
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         own[i] = is_upper ? words[i + 2] : words[i];
-        other[i] = __shfl_xor_sync(0xFFFFFFFF, is_upper ? words[i] : words[i + 2], 2);
+        other[i] = __shfl_xor_sync(ALL_LANES, is_upper ? words[i] : words[i + 2], 2);
     }
     const uint32_t a = is_odd ? own[1] : own[0];
-    const uint32_t b = __shfl_xor_sync(0xFFFFFFFF, is_odd ? own[0] : own[1], 1);
+    const uint32_t b = __shfl_xor_sync(ALL_LANES, is_odd ? own[0] : own[1], 1);
     const uint32_t c = is_odd ? other[1] : other[0];
-    const uint32_t d = __shfl_xor_sync(0xFFFFFFFF, is_odd ? other[0] : other[1], 1);
+    const uint32_t d = __shfl_xor_sync(ALL_LANES, is_odd ? other[0] : other[1], 1);
     // Which of two lanes is the lower one is settled by the order in which bytes are taken.
     const uint32_t low = is_odd ? 0x1504 : 0x5140, high = is_odd ? 0x3726 : 0x7362;
     const uint32_t even = is_upper ? 0x1054 : 0x5410, odd = is_upper ? 0x3276 : 0x7632;
@@ -419,7 +421,7 @@ __device__ __forceinline__ uint32_t computed_here(uint32_t value) {
 // Says that all threads of the warp hold the same value: the compiler then keeps it, and what
 // follows from it, in uniform registers, which the tensor cores' instructions read.
 __device__ __forceinline__ uint32_t same_in_warp(uint32_t value) {
-    return __shfl_sync(0xFFFFFFFF, value, 0);
+    return __shfl_sync(ALL_LANES, value, 0);
 }
 
 template <int REGISTERS>

@@ -313,7 +313,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                const __grid_constant__ LinearArguments arguments) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const uint32_t shared = shared_address(memory);
-    const int group = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
+    const int group = __shfl_sync(ALL_LANES, threadIdx.x / 128, 0);
 
     if (threadIdx.x == MATH_THREADS) {
         prefetch_map(&x_map);

@@ -58,6 +58,8 @@ __device__ __forceinline__ uint32_t pack_f16(float low, float high) {
     return packed;
 }
 
+constexpr float LOG2_E = 1.44269504f;  // what turns powers of e into powers of two
+
 // 2^x to 2^-22 of its value; 0 where that would be a denormal number.
 __device__ __forceinline__ float exp2_approx(float x) {
     float power;

@@ -5,7 +5,6 @@
 // last ones may lie beyond the row: they read as zero and are not written.
 
 constexpr int THREADS = 32 * WARPS * ROWS;
-constexpr uint32_t ALL_LANES = 0xFFFFFFFF;
 
 using bf16 = unsigned short;
 using byte = unsigned char;
