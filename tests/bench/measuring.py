@@ -31,6 +31,9 @@ PEAK_FLOPS, PEAK_BYTES, COPIED_BYTES = 1430e12, 4.5e12, 4.24e12
 WARM_UP_MS, BURST_MS, TURN_MS = 10.0, 40.0, 800.0
 SUSTAINED_FROM_MS = 0.1  # a call
 CHOOSING_MS = 5.0
+# A replay begins some 5 us after the one before it has ended, which are no call's. So a graph has
+# many, as a model's step does, but no more than take so long.
+GRAPH_CALLS, GRAPH_MS = 16, 8.0
 SAMPLE_SECONDS = 0.005
 
 Call = Callable[[int], object]  # of the input with this index
@@ -132,15 +135,17 @@ def tracked(names: Sequence[str], what: str) -> Iterable[str]:
     return track(names, what, console=console, transient=True, disable=not console.is_terminal)
 
 
-def capture(call: Call, count: int) -> torch.cuda.CUDAGraph:
-    """One call of each of `count` inputs, after a first of each, which compiles and allocates."""
+def capture(call: Call, count: int, rounds: int = 1) -> torch.cuda.CUDAGraph:
+    """One call of each of `count` inputs, and that `rounds` times, after a first of each, which
+    compiles and allocates."""
     for index in range(count):
         call(index)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for index in range(count):
-            call(index)
+        for _ in range(rounds):
+            for index in range(count):
+                call(index)
     return graph
 
 
@@ -154,19 +159,22 @@ def time_calls(
 ) -> dict[str, Timing]:
     """The time of a call, by name: bursts in rotation, then sustained turns in rotation.
 
-    Each call is captured over the `count` inputs, which together are larger than the L2 cache.
-    Turns are of what `is_heavy` and not short. What is in `only_burst` has one burst and no more.
+    Each call is captured over the `count` inputs, which together are larger than the L2 cache, and
+    that as often as `_rounds` says. Turns are of what `is_heavy` and not short. What is in
+    `only_burst` has one burst and no more.
     """
-    graphs = {name: capture(call, count) for name, call in calls.items()}
+    rounds = min(_rounds(call, count) for call in calls.values())
+    graphs = {name: capture(call, count, rounds) for name, call in calls.items()}
+    captured = count * rounds
     bursts = {name: Samples() for name in calls}
     whole = [name for name in calls if name not in only_burst]
     for name in tracked([*_rotating(whole, plan.bursts), *only_burst], "bursts"):
-        _burst(graphs[name], count, plan.rest, bursts[name], board)
+        _burst(graphs[name], captured, plan.rest, bursts[name], board)
     is_long = any(bursts[name].spread().median > SUSTAINED_FROM_MS for name in whole)
     turns = plan.turns if plan.is_forced or (is_heavy and is_long) else 0
     sustained = {name: Samples() for name in whole if turns}
     for name in tracked([*_rotating(list(sustained), turns)], "turns"):
-        _turn(graphs[name], count, sustained[name], board)
+        _turn(graphs[name], captured, sustained[name], board)
     return {
         name: Timing(
             bursts[name].spread(),
@@ -189,6 +197,13 @@ def fastest(calls: Sequence[Call], count: int) -> Call:
         return median(_times(events, count))
 
     return min(calls, key=duration)
+
+
+def _rounds(call: Call, count: int) -> int:
+    """How often a graph has each input."""
+    events = _replays(capture(call, count), 3)
+    events[-1].synchronize()
+    return max(1, min(-(-GRAPH_CALLS // count), int(GRAPH_MS / median(_times(events, 1)))))
 
 
 def _rotating(names: list[str], rounds: int) -> Iterator[str]:

@@ -526,7 +526,7 @@ def decodes_of(tile: decode.DecodeTile, queries: int) -> list[tuple[int, int]]:
     """Over 8 key-value heads: each warp of an H200 goes round its ring of slots."""
     keys = 0
     if tile.is_split:
-        keys = NUM_BLOCKS * tile.blocks * tile.waves * tile.warps * (tile.slots + 1) * 64 // 8
+        keys = NUM_BLOCKS * tile.blocks * tile.warps * (tile.slots + 1) * 64 // 8
     edges = [(queries, queries), (64, 1), (65, 1), (129, queries), (9, 0)]
     return [*edges, *((100 + keys // 2 * part // 3, queries) for part in (1, 2, 3))]
 

@@ -144,10 +144,19 @@ def test_warps_in_turn(warps: int) -> None:
             assert torch.equal(run(case, tile), expected)
 
 
-def test_ranges_of_several_waves() -> None:
-    case = make_case([(1500, 1), *SEQUENCES, (600, 1)], heads=(16, 2))
-    with emulated(num_multiprocessors=2):
-        check(case, run(case, replace(tile_of(case), warps=2, waves=5)))
+@pytest.mark.parametrize(("dtype", "few"), [("bf16", 8), ("e4m3", 2)])
+def test_tiles_of_few_and_more_sequences(dtype: str, few: int) -> None:
+    cases = [
+        make_case([(400 + 90 * i, 1) for i in range(count)], heads=(16, 2), dtype=DTYPES[dtype])
+        for count in (few, few + 1)
+    ]
+    with emulated(num_multiprocessors=3, seed=few):
+        for case in cases:
+            check(case, run(case))
+    first, second = (tile_of(case) for case in cases)
+    assert first == choose_tile(8, 1, window=None, is_fp8=dtype == "e4m3", are_few=True)
+    assert second == choose_tile(8, 1, window=None, is_fp8=dtype == "e4m3")
+    assert first != second
 
 
 def test_counters_are_zero_again_for_other_lengths() -> None:
@@ -184,8 +193,8 @@ def test_the_room_belongs_to_a_stream_or_a_capture(monkeypatch: pytest.MonkeyPat
 WRONG: dict[str, tuple[Callable[[str], str], dict[str, Any]]] = {
     "values that nobody sees": (
         replacing(
-            "arguments.value_cache + from + i * 128, is_seen)",
-            "arguments.value_cache + from + i * 128, true)",
+            "arguments.value_cache + from + i * 512, is_seen)",
+            "arguments.value_cache + from + i * 512, true)",
         ),
         {"window": 100},
     ),
@@ -194,10 +203,10 @@ WRONG: dict[str, tuple[Callable[[str], str], dict[str, Any]]] = {
         {},
     ),
     "keys that are not loaded": (
-        replacing("i * KEYS_OF_LINE < last;", "i * KEYS_OF_LINE < last - 1;"),
+        replacing("copy * COPY_KEYS < last;", "copy * COPY_KEYS < last - 1;"),
         {},
     ),
-    "lines that are not swizzled": (replacing("(to ^ i % 8 * 16)", "to"), {}),
+    "lines that are not swizzled": (replacing("(to ^ copy % 2 * 64)", "to"), {}),
     "the page of another unit": (
         replacing("lane / 8 * UNIT;", "lane / 16 * 2 * UNIT;"),
         {"page_size": 16},
@@ -293,14 +302,17 @@ def test_rows_are_as_many_as_there_are(group: int, queries: int, rows: int) -> N
 
 def test_served_tiles_are_few_and_fit() -> None:
     tiles = list(served_tiles((8, 2), WINDOWS))
-    assert len(tiles) == len(set(tiles)) == 15
-    assert all(tile.shared_bytes <= runtime.MAXIMUM_SHARED_BYTES for tile in tiles)
+    assert len(tiles) == len(set(tiles)) == 16
+    # All of a multiprocessor, which keeps 1 KB for each block.
+    room = runtime.MAXIMUM_SHARED_BYTES + 1024
+    assert all(tile.blocks * (tile.shared_bytes + 1024) <= room for tile in tiles)
     # Twice what an H200 needs to have on its way, with 132 multiprocessors, is 64 KB each. With 64
     # rows multiplying takes longer than reading.
     for tile in tiles:
         slot_bytes = 2 * tile.keys * HEAD_DIM * (1 if tile.is_fp8 else 2)
         is_bound_by_reading = tile.is_split and tile.rows < 64
-        assert not is_bound_by_reading or tile.warps * tile.slots * slot_bytes >= 65_536
+        on_their_way = tile.blocks * tile.warps * tile.slots * slot_bytes
+        assert not is_bound_by_reading or on_their_way >= 65_536
 
 
 def test_copies_are_assembled_as_they_should_be(tmp_path: Path) -> None:

@@ -25,9 +25,12 @@
 constexpr int THREADS = WARPS * 32;
 constexpr int KEY_BYTES = FP8 ? 64 : 128;
 constexpr int KEYS_OF_LINE = 128 / KEY_BYTES;  // of 128 bytes
-// A quarter of a tile lies in one page, and is loaded by a quarter of the warp, line after line.
+// A quarter of a tile lies in one page, which a quarter of the warp looks up. The warp loads four
+// lines at a time.
 constexpr int UNIT = TILE / 4;
 constexpr int LINES_OF_UNIT = UNIT / KEYS_OF_LINE;
+constexpr int COPY_KEYS = 4 * KEYS_OF_LINE;
+static_assert(LINES_OF_UNIT % 4 == 0, "four lines are of one unit");
 constexpr int MATRIX_BYTES = TILE * KEY_BYTES;
 constexpr int SLOT_BYTES = 2 * MATRIX_BYTES;  // keys, then values
 
@@ -352,26 +355,31 @@ struct Worker {
         settle(ahead);
     }
 
-    // Each lane the same 16 bytes of each line of its unit; zeros for keys that no query sees, of
-    // which the values may be anything, and 0 * NaN is NaN. To where swizzled lines have them: the
-    // 16 bytes i of the line r lie at i ^ (r % 8).
+    // 512 bytes at a time, 16 a lane; zeros for keys that no query sees, of which the values may be
+    // anything, and 0 * NaN is NaN. To where swizzled lines have them: the 16 bytes i of the line r
+    // lie at i ^ (r % 8).
     __device__ __forceinline__ void load(const Ahead& ahead, int slot) const {
         const int key = key_of(ahead);
         const int row =
             ((ahead.page * arguments.num_kv_heads + ahead.walk.head) << arguments.page_shift) +
             (key & ((1 << arguments.page_shift) - 1));
-        const long long from = static_cast<long long>(row) * KEY_BYTES + lane % 8 * 16;
-        const int line = lane / 8 * LINES_OF_UNIT;
-        const uint32_t to = slot_at(slot) + line * 128 + (lane % 8 ^ line % 8) * 16;
-        const int own = key + lane % 8 * 16 / KEY_BYTES;
+        const uint32_t to = slot_at(slot) + lane / 8 * 128 + (lane % 8 ^ lane / 8) * 16;
+        const int own = ahead.walk.sequence.start() + ahead.tile * TILE + lane / 8 * KEYS_OF_LINE +
+                        lane % 8 * 16 / KEY_BYTES;
         const int first = ahead.walk.sequence.first - own;
         const int last = ahead.walk.sequence.length - own;
 #pragma unroll
-        for (int i = 0; i < LINES_OF_UNIT; ++i) {
-            const bool is_seen = i * KEYS_OF_LINE >= first && i * KEYS_OF_LINE < last;
-            const uint32_t place = (to ^ i % 8 * 16) + i * 128;
-            copy_async(place, arguments.key_cache + from + i * 128, is_seen);
-            copy_async(place + MATRIX_BYTES, arguments.value_cache + from + i * 128, is_seen);
+        for (int unit = 0; unit < 4; ++unit) {
+            const int unit_row = __shfl_sync(0xFFFFFFFF, row, unit * 8);
+            const long long from = static_cast<long long>(unit_row) * KEY_BYTES + lane * 16;
+#pragma unroll
+            for (int i = 0; i < LINES_OF_UNIT / 4; ++i) {
+                const int copy = unit * (LINES_OF_UNIT / 4) + i;
+                const bool is_seen = copy * COPY_KEYS >= first && copy * COPY_KEYS < last;
+                const uint32_t place = (to ^ copy % 2 * 64) + copy * 512;
+                copy_async(place, arguments.key_cache + from + i * 512, is_seen);
+                copy_async(place + MATRIX_BYTES, arguments.value_cache + from + i * 512, is_seen);
+            }
         }
     }
 

@@ -89,7 +89,7 @@ class DecodeTile:
     rows: query heads times queries of a pair (8, 16, 32 or 64); more are taken in passes. keys:
     of a tile (32 or 64). is_split: a head's pairs are cut into equal ranges for its blocks, else a
     block has one pair. warps: of a block; slots: tiles in each warp's ring; blocks: on a
-    multiprocessor; waves: of blocks, where pairs are split.
+    multiprocessor.
     """
 
     rows: int
@@ -99,7 +99,6 @@ class DecodeTile:
     warps: int = 4
     slots: int = 3
     blocks: int = 1
-    waves: int = 1
 
     source = "attention_decode"
 
@@ -149,16 +148,16 @@ class DecodeTile:
         return runtime.variant_of(self, f"rows={self.rows}", "rows")
 
 
-# Keys, warps and slots by rows, bf16 and e4m3: at least 64 KB on their way while others are
+# Keys, warps, slots and blocks by rows, bf16 and e4m3: at least 64 KB on their way while others are
 # multiplied, but for 64 rows, which are slower to multiply than to read. Eight warps for e4m3, of
 # which half as many bytes are to be multiplied in the same time; with 8 rows they multiply so much
 # faster than they read that one slot each is enough, and more bytes on their way are read slower.
 _SPLIT = {
-    False: {8: (64, 4, 2), 16: (64, 4, 3), 32: (64, 8, 1), 64: (32, 8, 1)},
-    True: {8: (64, 8, 1), 16: (64, 8, 2), 32: (64, 8, 2), 64: (64, 8, 1)},
+    False: {8: (64, 4, 1, 2), 16: (64, 4, 3, 1), 32: (64, 8, 1, 1), 64: (32, 8, 1, 1)},
+    True: {8: (64, 8, 1, 1), 16: (64, 8, 2, 1), 32: (64, 8, 2, 1), 64: (64, 8, 1, 1)},
 }
-# Of e4m3 with 8 rows, where a block has a tile or two for each warp: fewer warps to add up.
-_FEW_SEQUENCES, _FEW_SPLIT = 2, (64, 4, 2)
+# With 8 rows and up to so many sequences, whose sums fewer warps add up faster.
+_FEW_SEQUENCES, _FEW_SPLIT = {False: 8, True: 2}, (64, 4, 2, 1)
 
 
 def _tile_for(
@@ -167,7 +166,7 @@ def _tile_for(
     """Also of tensors that `prepare` refuses afterwards."""
     group = query.shape[1] // _num_kv_heads(key_cache) if query.dim() == 3 else 1
     is_fp8 = key_cache.dtype == E4M3
-    are_few = page_tables.dim() == 2 and len(page_tables) <= _FEW_SEQUENCES
+    are_few = page_tables.dim() == 2 and len(page_tables) <= _FEW_SEQUENCES[is_fp8]
     return choose_tile(group, max_queries, window=window, is_fp8=is_fp8, are_few=are_few)
 
 
@@ -179,16 +178,15 @@ def _num_kv_heads(key_cache: Tensor) -> int:
 def choose_tile(
     group: int, max_queries: int, *, window: int | None, is_fp8: bool, are_few: bool = False
 ) -> DecodeTile:
-    """For `group` query heads a key-value head; are_few: for one or two sequences."""
+    """For `group` query heads a key-value head; are_few: for up to _FEW_SEQUENCES."""
     rows = next((rows for rows in (8, 16, 32) if rows >= group * max_queries), 64)
     # A window's keys and the queries' own, from a multiple of a unit on.
     most_keys = (window or _UNBOUNDED) + max_queries - 1 + _WINDOW_UNIT - 1
     if most_keys <= _WINDOW_WARPS * _TILE_KEYS:
         # With 64 rows the compiler spills; the second pass finds its keys in L2.
         return DecodeTile(min(rows, 32), is_fp8, is_split=False, warps=_WINDOW_WARPS, slots=1)
-    is_small = are_few and is_fp8 and rows == 8
-    keys, warps, slots = _FEW_SPLIT if is_small else _SPLIT[is_fp8][rows]
-    return DecodeTile(rows, is_fp8, keys, warps=warps, slots=slots)
+    keys, warps, slots, blocks = _FEW_SPLIT if are_few and rows == 8 else _SPLIT[is_fp8][rows]
+    return DecodeTile(rows, is_fp8, keys, warps=warps, slots=slots, blocks=blocks)
 
 
 def served_tiles(groups: tuple[int, ...], windows: tuple[int | None, ...]) -> Iterator[DecodeTile]:
@@ -238,9 +236,9 @@ def _empty_room(query: Tensor, blocks: int, tile: DecodeTile) -> _Room:
 
 
 def _most_blocks(device: int, tile: DecodeTile, num_kv_heads: int) -> int:
-    """As many for each head."""
+    """All at once, and as many for each head."""
     at_once = torch.cuda.get_device_properties(device).multi_processor_count * tile.blocks
-    return max(1, at_once * tile.waves // num_kv_heads) * num_kv_heads
+    return max(1, at_once // num_kv_heads) * num_kv_heads
 
 
 # ---- launching ---------------------------------------------------------------------------------
