@@ -25,7 +25,7 @@ from attention_cases import (
 )
 from torch import Tensor
 
-from gptoss_kernels import reference
+from gptoss_kernels import reference, steps
 from gptoss_kernels.contracts import (
     GROUPS,
     HEAD_DIM,
@@ -35,7 +35,7 @@ from gptoss_kernels.contracts import (
 )
 from gptoss_kernels.cuda import attention_decode as decode
 from gptoss_kernels.cuda import attention_prefill as prefill
-from gptoss_kernels.cuda import few_rows_fp8, grouped_fp8, rope
+from gptoss_kernels.cuda import few_rows_fp8, grouped_fp8, rope, unpack_step
 from gptoss_kernels.cuda import linear_fp8 as dense
 from gptoss_kernels.cuda.build import SERVED_MODELS, ModelSizes
 from gptoss_kernels.cuda.combine import choose_combine_layout, combine
@@ -54,6 +54,7 @@ from gptoss_kernels.cuda.rms_norm_fp8 import rms_norm, rms_norm_fp8
 from gptoss_kernels.cuda.rms_norm_fp8 import spec as rms_norm_spec
 from gptoss_kernels.cuda.rows import RowLayout, choose_layout
 from gptoss_kernels.fp8 import BLOCK, E4M3
+from gptoss_kernels.steps import NO_SEAT, PENDING, Item, StepTensors
 
 TWIN = ":twin"  # behind the name of an operator
 DEVICE = "cuda"
@@ -592,6 +593,39 @@ def rope_calls() -> Iterator[Call]:
         yield Call((spec,), partial(error, dtype, tokens, *heads))
 
 
+def unpack_calls() -> Iterator[Call]:
+    """A decode, a chunk that several blocks share, and what fills the batch."""
+    page_size, width, seats = 16, 256, 3
+    rows, new = (1, 2500, 1), (1, 5, 0)
+
+    def error() -> float:
+        items, first_row, first_word = [], 0, 0
+        for seat, (num_rows, count) in enumerate(zip(rows, new, strict=True)):
+            end = (100 + num_rows - 1) // page_size + 1
+            seat, position = (seat, 100) if count else (NO_SEAT, 0)
+            pages = (end - count, count) * 2
+            items.append(Item(seat, position, first_row, num_rows, first_word, *pages))
+            first_row, first_word = first_row + num_rows, first_word + num_rows + 2 * count
+        words = torch.randint(1000, (first_word,), dtype=torch.int32)
+        words[0] = PENDING
+        full, window = torch.randint(1000, (2, seats, width), dtype=torch.int32)
+        out = StepTensors.empty(first_row, len(items), width, "cpu")
+        for each in out:
+            each.fill_(-7)
+        given = (torch.tensor(items, dtype=torch.int32), words, torch.arange(seats), full, window)
+        found = on_gpu(*given, *out)
+        unpack_step.unpack_step(
+            *(found[0], found[1], found[2], found[3], found[4], StepTensors(*found[5:])),
+            page_size=page_size,
+            window=128,
+        )
+        steps.unpack_step(*given, out, page_size=page_size, window=128)
+        expected = (*given, *out)
+        return sum(not torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True))
+
+    yield Call((unpack_step.spec(),), error)
+
+
 # The longest first, so that none of them is the last to start.
 OPERATORS: dict[str, Callable[[], Iterable[Call]]] = {
     "linear_fp8": partial(linear_calls, LinearTile),
@@ -610,4 +644,5 @@ OPERATORS: dict[str, Callable[[], Iterable[Call]]] = {
     "rms_norm_fp8": partial(rms_norm_calls, is_fp8=True),
     "combine": combine_calls,
     "rope_and_cache_write": rope_calls,
+    "unpack_step": unpack_calls,
 }

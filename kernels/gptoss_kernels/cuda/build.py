@@ -114,12 +114,13 @@ def _grouped(model: ModelSizes) -> Iterator[KernelSpec]:
 
 
 def _attention(model: ModelSizes) -> Iterator[KernelSpec]:
-    from gptoss_kernels.cuda import attention_decode, attention_prefill, rope
+    from gptoss_kernels.cuda import attention_decode, attention_prefill, rope, unpack_step
 
     decode = attention_decode.served_tiles((model.group,), (None, model.window))
     for tile in (*attention_prefill.served_tiles(), *decode):
         yield tile.spec
     yield from (rope.spec(is_fp8=is_fp8) for is_fp8 in (False, True))
+    yield unpack_step.spec()
 
 
 def _bound_by_memory(model: ModelSizes) -> Iterator[KernelSpec]:
