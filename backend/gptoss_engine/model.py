@@ -1,7 +1,8 @@
 """gpt-oss: one forward pass over a flat batch of prefill chunks and decodes.
 
 Each layer is attention with sinks, then a mixture of experts, each behind a norm and added to the
-residual stream `hidden`. The norm operator does the adding, so that one kernel can do both.
+residual stream `hidden`. A norm is asked for with the product that it feeds, and the residual is
+given to the product that is added to it, so that one kernel can do both.
 """
 
 from torch import Tensor
@@ -36,24 +37,22 @@ class GptOss:
         self.rope_table = rope_table
 
     def forward(self, batch: Batch, cache: KVCache, ops: Operators) -> Tensor:
-        """The last hidden state of every token, normalised: [T, H]. Fills the cache's slots."""
-        eps = self.config.rms_norm_eps
+        """The residual stream after the last layer: [T, H]. Fills the cache's slots."""
         hidden = ops.embedding(batch.input_ids, self.weights.embedding)
-        update = None
         for index, layer in enumerate(self.weights.layers):
-            normed = ops.rms_norm(hidden, layer.attention_norm, eps, update)
-            update = self._attention(normed, index, layer, batch, cache, ops)
-            normed = ops.rms_norm(hidden, layer.mlp_norm, eps, update)
-            update = self._mixture_of_experts(normed, layer, ops)
-        return ops.rms_norm(hidden, self.weights.norm, eps, update)
+            hidden = self._attention(hidden, index, layer, batch, cache, ops)
+            hidden = self._mixture_of_experts(hidden, layer, ops)
+        return hidden
 
     def logits(self, hidden: Tensor, sample_rows: Tensor, ops: Operators) -> Tensor:
         """Of the rows whose next token is due: [T, H], [S] -> [S, V]"""
-        return ops.linear(ops.select_rows(hidden, sample_rows), self.weights.unembedding)
+        due = ops.select_rows(hidden, sample_rows)
+        weights, eps = self.weights, self.config.rms_norm_eps
+        return ops.norm_linear(due, weights.norm, eps, weights.unembedding)
 
     def _attention(
         self,
-        x: Tensor,
+        hidden: Tensor,
         index: int,
         layer: LayerWeights,
         batch: Batch,
@@ -63,7 +62,8 @@ class GptOss:
         is_window = self.config.is_window(index)
         group: PageGroup = batch.window if is_window else batch.full
         keys, values = cache.keys[index], cache.values[index]
-        qkv = ops.linear(x, layer.qkv, layer.qkv_bias)
+        eps = self.config.rms_norm_eps
+        qkv = ops.norm_linear(hidden, layer.attention_norm, eps, layer.qkv, layer.qkv_bias)
         query = ops.rope_and_cache_write(
             qkv, batch.positions, self.rope_table, keys, values, group.slot_mapping
         )
@@ -79,14 +79,19 @@ class GptOss:
             window=self.config.sliding_window if is_window else None,
             decodes=batch.decodes,
         )
-        return ops.linear(attended, layer.out, layer.out_bias)
+        return ops.linear(attended, layer.out, layer.out_bias, residual=hidden)
 
-    def _mixture_of_experts(self, x: Tensor, layer: LayerWeights, ops: Operators) -> Tensor:
-        chosen, chosen_weights = ops.route(
-            x, layer.router, layer.router_bias, self.config.experts_per_token
+    def _mixture_of_experts(self, hidden: Tensor, layer: LayerWeights, ops: Operators) -> Tensor:
+        normed, chosen, chosen_weights = ops.norm_route(
+            hidden,
+            layer.mlp_norm,
+            self.config.rms_norm_eps,
+            layer.router,
+            layer.router_bias,
+            self.config.experts_per_token,
         )
         return ops.experts(
-            x,
+            normed,
             chosen,
             chosen_weights,
             layer.w13,
@@ -95,4 +100,5 @@ class GptOss:
             layer.w2_bias,
             swiglu_alpha=self.config.swiglu_alpha,
             swiglu_limit=self.config.swiglu_limit,
+            residual=hidden,
         )

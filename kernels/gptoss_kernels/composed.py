@@ -4,37 +4,68 @@ All else is the reference's. Weights that are not FP8 are multiplied by the refe
 device they are.
 """
 
+import torch
 from torch import Tensor
 
 from gptoss_kernels import reference
 from gptoss_kernels.fp8 import Fp8Weight
 from gptoss_kernels.mxfp4 import Mxfp4Weight
-from gptoss_kernels.ops import AttentionOperators, Fp8Operators
+from gptoss_kernels.ops import AttentionOperators, CommonOperators, Fp8Operators
+
+# Of the experts, at a time. With gpt-oss's sizes 32,768 of them take 1.5 GB: four rows each of
+# values in e4m3, of SwiGLU's, and of outputs in bf16, all 2880 wide.
+MAXIMUM_TOKENS = 32_768
 
 
 class ComposedOperators:
-    """ops.Operators: `linear` and `experts` of FP8 weights by `fp8`, in its dtype alone (bf16)."""
+    """ops.Operators over FP8 weights, in the kernels' dtype alone (bf16)."""
 
-    embedding = staticmethod(reference.embedding)
-    rms_norm = staticmethod(reference.rms_norm)
     rope_table = staticmethod(reference.rope_table)
-    route = staticmethod(reference.route)
-    select_rows = staticmethod(reference.select_rows)
     sample = staticmethod(reference.sample)
     greedy = staticmethod(reference.greedy)
     logprobs = staticmethod(reference.logprobs)
 
-    def __init__(self, fp8: Fp8Operators, attention: AttentionOperators) -> None:
+    def __init__(
+        self,
+        fp8: Fp8Operators,
+        attention: AttentionOperators,
+        common: CommonOperators = reference,
+    ) -> None:
         self._fp8 = fp8
         self.rope_and_cache_write = attention.rope_and_cache_write
         self.attention = attention.attention
+        self.embedding = common.embedding
+        self.rms_norm = common.rms_norm
+        self.norm_route = common.norm_route
+        self.select_rows = common.select_rows
 
-    def linear(self, x: Tensor, weight: Tensor | Fp8Weight, bias: Tensor | None = None) -> Tensor:
+    def linear(
+        self,
+        x: Tensor,
+        weight: Tensor | Fp8Weight,
+        bias: Tensor | None = None,
+        *,
+        residual: Tensor | None = None,
+    ) -> Tensor:
         """reference.linear"""
         if not isinstance(weight, Fp8Weight):
-            return reference.linear(x, weight, bias)
-        values, scale = self._fp8.quantise(x)
-        return self._fp8.linear_fp8(values, scale, weight.values, weight.scale, bias)
+            return reference.linear(x, weight, bias, residual=residual)
+        operands = (*self._fp8.quantise(x), weight.values, weight.scale, bias)
+        return self._fp8.linear_fp8(*operands, residual=residual)
+
+    def norm_linear(
+        self,
+        hidden: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        weight: Tensor | Fp8Weight,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """reference.norm_linear"""
+        if not isinstance(weight, Fp8Weight):
+            return reference.linear(self.rms_norm(hidden, norm_weight, eps), weight, bias)
+        normed = self._fp8.rms_norm_fp8(hidden, norm_weight, eps)
+        return self._fp8.linear_fp8(*normed, weight.values, weight.scale, bias)
 
     def experts(
         self,
@@ -48,6 +79,7 @@ class ComposedOperators:
         *,
         swiglu_alpha: float,
         swiglu_limit: float,
+        residual: Tensor | None = None,
     ) -> Tensor:
         """reference.experts, without a word to the host: how rows lie stays on the device"""
         if not (isinstance(w13, Fp8Weight) and isinstance(w2, Fp8Weight)):
@@ -55,12 +87,22 @@ class ComposedOperators:
                 *(x, chosen, chosen_weights, w13, w13_bias, w2, w2_bias),
                 swiglu_alpha=swiglu_alpha,
                 swiglu_limit=swiglu_limit,
+                residual=residual,
             )
-        values, scale, expert_start, rows = self._fp8.dispatch_fp8(x, chosen, w13.shape[0])
-        inner = self._fp8.grouped_swiglu_fp8(
-            *(values, scale, expert_start, w13.values, w13.scale, w13_bias),
-            alpha=swiglu_alpha,
-            limit=swiglu_limit,
-        )
-        outputs = self._fp8.grouped_linear_fp8(*inner, expert_start, w2.values, w2.scale, w2_bias)
-        return self._fp8.combine(outputs, rows, chosen_weights)
+
+        def part(x: Tensor, chosen: Tensor, weights: Tensor, residual: Tensor | None) -> Tensor:
+            values, scale, expert_start, rows = self._fp8.dispatch_fp8(x, chosen, w13.shape[0])
+            inner = self._fp8.grouped_swiglu_fp8(
+                *(values, scale, expert_start, w13.values, w13.scale, w13_bias),
+                alpha=swiglu_alpha,
+                limit=swiglu_limit,
+            )
+            second = (expert_start, w2.values, w2.scale, w2_bias)
+            outputs = self._fp8.grouped_linear_fp8(*inner, *second)
+            return self._fp8.combine(outputs, rows, weights, residual=residual)
+
+        if len(x) <= MAXIMUM_TOKENS:
+            return part(x, chosen, chosen_weights, residual)
+        pieces = [each.split(MAXIMUM_TOKENS) for each in (x, chosen, chosen_weights)]
+        residuals = [None] * len(pieces[0]) if residual is None else residual.split(MAXIMUM_TOKENS)
+        return torch.cat([part(*each) for each in zip(*pieces, residuals, strict=True)])

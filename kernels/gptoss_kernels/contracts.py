@@ -314,7 +314,9 @@ def check_dispatched(out: Dispatched, x: Tensor, chosen: Tensor, num_experts: in
         check_contiguous(name, tensor)
 
 
-def check_combine_inputs(outputs: Tensor, rows: Tensor, chosen_weights: Tensor) -> None:
+def check_combine_inputs(
+    outputs: Tensor, rows: Tensor, chosen_weights: Tensor, residual: Tensor | None = None
+) -> None:
     """Of combine, but for the values of `rows`, which stay on the device."""
     check_row_matrix("outputs", outputs, outputs)
     check_type("rows", rows, torch.int32, outputs, "outputs")
@@ -324,6 +326,9 @@ def check_combine_inputs(outputs: Tensor, rows: Tensor, chosen_weights: Tensor) 
     check_type("chosen_weights", chosen_weights, torch.bfloat16, outputs, "outputs")
     check_shape("chosen_weights", chosen_weights, tuple(rows.shape))
     check_contiguous("chosen_weights", chosen_weights)
+    if residual is not None:
+        shape = (rows.shape[0], outputs.shape[1])
+        check_output("residual", residual, torch.bfloat16, shape, outputs, "outputs")
 
 
 def check_attention_inputs(

@@ -50,6 +50,7 @@ __all__ = [
     "PAGE_SIZES",
     "Attention",
     "AttentionOperators",
+    "CommonOperators",
     "Decodes",
     "Fp8Operators",
     "Fp8Weight",
@@ -106,8 +107,12 @@ class AttentionOperators(Protocol):
     ) -> Tensor: ...
 
 
-class Operators(AttentionOperators, Protocol):
-    """What a forward pass and a sampling step are made of. reference.py has the formulas."""
+class CommonOperators(Protocol):
+    """What neither multiplies FP8 nor attends: one protocol, the reference's and ours for Hopper.
+
+    All run on the current stream and tell the host nothing. What norm_route and rms_norm are given
+    as weights and bias, the launch just before must not write.
+    """
 
     def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor: ...
 
@@ -115,8 +120,38 @@ class Operators(AttentionOperators, Protocol):
         self, hidden: Tensor, weight: Tensor, eps: float, update: Tensor | None = None
     ) -> Tensor: ...
 
+    def norm_route(
+        self,
+        hidden: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor,
+        num_chosen: int,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def select_rows(self, hidden: Tensor, rows: Tensor) -> Tensor: ...
+
+
+class Operators(CommonOperators, AttentionOperators, Protocol):
+    """What a forward pass and a sampling step are made of. reference.py has the formulas."""
+
     def linear(
-        self, x: Tensor, weight: Tensor | Fp8Weight, bias: Tensor | None = None
+        self,
+        x: Tensor,
+        weight: Tensor | Fp8Weight,
+        bias: Tensor | None = None,
+        *,
+        residual: Tensor | None = None,
+    ) -> Tensor: ...
+
+    def norm_linear(
+        self,
+        hidden: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        weight: Tensor | Fp8Weight,
+        bias: Tensor | None = None,
     ) -> Tensor: ...
 
     def rope_table(
@@ -131,10 +166,6 @@ class Operators(AttentionOperators, Protocol):
         original_context: int,
     ) -> Tensor: ...
 
-    def route(
-        self, x: Tensor, weight: Tensor, bias: Tensor, num_chosen: int
-    ) -> tuple[Tensor, Tensor]: ...
-
     def experts(
         self,
         x: Tensor,
@@ -147,9 +178,8 @@ class Operators(AttentionOperators, Protocol):
         *,
         swiglu_alpha: float,
         swiglu_limit: float,
+        residual: Tensor | None = None,
     ) -> Tensor: ...
-
-    def select_rows(self, hidden: Tensor, rows: Tensor) -> Tensor: ...
 
     def sample(
         self,
@@ -229,7 +259,14 @@ class Fp8Operators(Protocol):
         bias: Tensor,
     ) -> Tensor: ...
 
-    def combine(self, outputs: Tensor, rows: Tensor, chosen_weights: Tensor) -> Tensor: ...
+    def combine(
+        self,
+        outputs: Tensor,
+        rows: Tensor,
+        chosen_weights: Tensor,
+        *,
+        residual: Tensor | None = None,
+    ) -> Tensor: ...
 
 
 def load_fp8(gemm: Gemm) -> Fp8Operators:

@@ -40,10 +40,8 @@ LEAST_AMAX = 1e-10  # a group of smaller values still has a scale that is a norm
 
 
 def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
-    """weight[token_ids]: [T] of [V, H] -> [T, H]"""
-    assert token_ids.ndim == 1
-    assert weight.ndim == 2
-    return weight.index_select(0, token_ids)
+    """weight[token_ids]: [T] int32 or int64 of [V, H] -> [T, H]; NaN for an id that is none"""
+    return select_rows(weight, token_ids)
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float, update: Tensor | None = None) -> Tensor:
@@ -61,15 +59,38 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float, update: Tensor | None =
     return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight).to(hidden.dtype)
 
 
-def linear(x: Tensor, weight: Tensor | Fp8Weight, bias: Tensor | None = None) -> Tensor:
-    """x @ weight^T + bias: [T, in], [out, in], [out] -> [T, out]"""
+def linear(
+    x: Tensor,
+    weight: Tensor | Fp8Weight,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """x @ weight^T + bias + residual: [T, in], [out, in], [out], [T, out] -> [T, out]
+
+    Before a residual is added, the product of a plain weight is rounded to x.dtype, and that of an
+    FP8 weight is not.
+    """
     assert x.ndim == 2
     assert len(weight.shape) == 2
     assert x.shape[1] == weight.shape[1]
     assert bias is None or bias.shape == weight.shape[:1]
     if isinstance(weight, Fp8Weight):
-        return linear_fp8(*quantise(x), weight.values, weight.scale, bias, dtype=x.dtype)
-    return torch.nn.functional.linear(x, weight, bias)
+        operands = (*quantise(x), weight.values, weight.scale, bias)
+        return linear_fp8(*operands, residual=residual, dtype=x.dtype)
+    product = torch.nn.functional.linear(x, weight, bias)
+    return product if residual is None else product + residual
+
+
+def norm_linear(
+    hidden: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor | Fp8Weight,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """linear(rms_norm(hidden, norm_weight, eps), weight, bias)"""
+    return linear(rms_norm(hidden, norm_weight, eps), weight, bias)
 
 
 def quantise(x: Tensor, group: int = BLOCK) -> tuple[Tensor, Tensor]:
@@ -391,15 +412,32 @@ def _attention_tile(
 def route(x: Tensor, weight: Tensor, bias: Tensor, num_chosen: int) -> tuple[Tensor, Tensor]:
     """The experts with the largest logits x @ weight^T + bias, and a softmax over those alone.
 
-    Logits are in x.dtype, where they tie often: the lowest index wins.
+    Logits are in x.dtype, where they tie often: the lowest index wins. A token with a NaN among
+    them chooses no expert: -1 each, with weights of NaN.
     x [T, H], weight [E, H], bias [E] -> chosen [T, K] int64, weights [T, K] in x.dtype, both
     contiguous.
     """
     logits = (x.double() @ weight.double().T + bias).to(x.dtype)
     # torch.topk does not say which of equal values it takes; a stable sort does.
-    values, chosen = logits.sort(dim=-1, descending=True, stable=True)
-    values, chosen = values[:, :num_chosen], chosen[:, :num_chosen].contiguous()
-    return chosen, torch.softmax(values.float(), dim=-1).to(x.dtype)
+    values, chosen = logits.sort(dim=-1, descending=True, stable=True)  # NaN first
+    chosen = chosen[:, :num_chosen].masked_fill(values[:, :1].isnan(), -1)
+    return chosen, torch.softmax(values[:, :num_chosen].float(), dim=-1).to(x.dtype)
+
+
+def norm_route(
+    hidden: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor,
+    num_chosen: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """normed = rms_norm(hidden, norm_weight, eps), and route(normed, weight, bias, num_chosen)
+
+    -> normed [T, H], chosen [T, K] int64, weights [T, K] in hidden.dtype.
+    """
+    normed = rms_norm(hidden, norm_weight, eps)
+    return normed, *route(normed, weight, bias, num_chosen)
 
 
 def swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
@@ -458,26 +496,32 @@ def dispatch_fp8(x: Tensor, chosen: Tensor, num_experts: int) -> Dispatched:
     x [T, H]; chosen [T, K], integers in 0 .. num_experts - 1 -> R = T K rows of quantise(x): values
     e4m3 [R, H], scale fp32 [R, ceil(H / 128)]. Expert e owns the rows expert_start[e] :
     expert_start[e + 1], int32 [E + 1], in the order of their tokens; token t's row for chosen[t, k]
-    is rows[t, k], int32 [T, K].
+    is rows[t, k], int32 [T, K]. What is no expert's number has its row behind all experts'.
     """
     values, scale = quantise(x)
-    order = chosen.flatten().argsort(stable=True)
+    is_expert = (chosen >= 0) & (chosen < num_experts)
+    owners = chosen.where(is_expert, num_experts).flatten()
+    order = owners.argsort(stable=True)
     tokens = order // chosen.shape[1]
-    counts = torch.bincount(chosen.flatten(), minlength=num_experts)
+    counts = torch.bincount(owners, minlength=num_experts + 1)[:-1]
     start = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
     rows = torch.empty_like(order, dtype=torch.int32)
     rows[order] = torch.arange(len(order), dtype=torch.int32, device=x.device)
     return Dispatched(values[tokens], scale[tokens], start, rows.view(chosen.shape))
 
 
-def combine(outputs: Tensor, rows: Tensor, chosen_weights: Tensor) -> Tensor:
-    """sum_k chosen_weights[t, k] * outputs[rows[t, k]], in fp32 in the order of k
+def combine(
+    outputs: Tensor, rows: Tensor, chosen_weights: Tensor, *, residual: Tensor | None = None
+) -> Tensor:
+    """sum_k chosen_weights[t, k] * outputs[rows[t, k]] + residual[t], in fp32 in this order
 
-    outputs [R, H]; rows int32, chosen_weights [T, K] -> [T, H] in outputs.dtype.
+    outputs [R, H]; rows int32, chosen_weights [T, K]; residual [T, H] -> [T, H] in outputs.dtype.
     """
     total = outputs.new_zeros(len(rows), outputs.shape[1], dtype=torch.float32)
     for row, weight in zip(rows.T, chosen_weights.T, strict=True):
         total += outputs[row].float() * weight[:, None].float()
+    if residual is not None:
+        total += residual
     return total.to(outputs.dtype)
 
 
@@ -493,8 +537,8 @@ def _grouped(
     starts = expert_start.tolist()
     assert len(starts) == len(weight) + 1
     assert starts[0] == 0
-    assert starts[-1] == len(x)
-    out = x.new_empty(len(x), weight.shape[1], dtype=dtype)
+    assert starts[-1] <= len(x)
+    out = x.new_full((len(x), weight.shape[1]), math.nan, dtype=dtype)
     for expert, (first, end) in enumerate(pairwise(starts)):
         if end > first:
             rows = slice(first, end)
@@ -514,11 +558,13 @@ def experts(
     *,
     swiglu_alpha: float,
     swiglu_limit: float,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """sum_k weight_k * (w2 swiglu(w13 x + w13_bias) + w2_bias), over a token's chosen experts
+    """sum_k weight_k * (w2 swiglu(w13 x + w13_bias) + w2_bias) + residual, over a token's experts
 
     x [T, H]; chosen, chosen_weights [T, K]; w13 [E, 2 I, H], gate and up rows interleaved;
-    w2 [E, H, I] -> [T, H]. Tokens are grouped by expert: each expert hit is read once.
+    w2 [E, H, I]; residual [T, H] -> [T, H], summed in fp32. Tokens are grouped by expert: each
+    expert hit is read once. An expert of -1 makes its token NaN.
     """
     num_tokens, num_chosen = chosen.shape
     num_experts, hidden_size, _ = w2.shape
@@ -528,9 +574,9 @@ def experts(
     assert w13_bias.shape == w13.shape[:2]
     assert w2_bias.shape == w2.shape[:2]
     order = chosen.flatten().argsort(stable=True)
-    counts = torch.bincount(chosen.flatten(), minlength=num_experts).tolist()
-    outputs = x.new_empty(num_tokens * num_chosen, hidden_size)
-    for expert, rows in enumerate(order.split(counts)):
+    counts = torch.bincount(chosen.flatten() + 1, minlength=num_experts + 1).tolist()
+    outputs = x.new_full((num_tokens * num_chosen, hidden_size), math.nan)
+    for expert, rows in enumerate(order.split(counts)[1:]):
         if len(rows):
             outputs[rows] = _expert(
                 x[rows // num_chosen],
@@ -538,7 +584,8 @@ def experts(
                 *(swiglu_alpha, swiglu_limit),
             )
     outputs = outputs.view(num_tokens, num_chosen, hidden_size).float()
-    return (outputs * chosen_weights.float()[:, :, None]).sum(1).to(x.dtype)
+    total = (outputs * chosen_weights.float()[:, :, None]).sum(1)
+    return (total if residual is None else total + residual).to(x.dtype)
 
 
 def _expert(
@@ -563,10 +610,12 @@ def _expert(
 
 
 def select_rows(hidden: Tensor, rows: Tensor) -> Tensor:
-    """hidden[rows]: [T, H], [S] -> [S, H]"""
+    """hidden[rows]: [T, H], [S] int32 or int64 -> [S, H]; NaN for a row that is none"""
     assert hidden.ndim == 2
     assert rows.ndim == 1
-    return hidden.index_select(0, rows)
+    is_row = (rows >= 0) & (rows < len(hidden))
+    selected = hidden.index_select(0, rows.where(is_row, 0))
+    return selected.masked_fill_(~is_row[:, None], math.nan)
 
 
 def greedy(logits: Tensor) -> Tensor:

@@ -192,21 +192,21 @@ class Measured:
         reference = ops.load("reference")
         names = [name for name in dir(reference) if not name.startswith("_")]
         self.ops: Any = SimpleNamespace(**{name: getattr(reference, name) for name in names})
-        self.ops.rms_norm, self.ops.route = self.rms_norm, self.route
+        self.ops.norm_linear, self.ops.norm_route = self.norm_linear, self.norm_route
         self.ops.attention, self.ops.experts = self.attention, self.experts
         self._reference = reference
 
-    def rms_norm(self, hidden: Tensor, *arguments: Any) -> Tensor:
-        normed = self._reference.rms_norm(hidden, *arguments)
+    def norm_linear(self, hidden: Tensor, *arguments: Any) -> Tensor:
         self.sizes.append(hidden.square().mean().sqrt().item())
-        return normed
+        return self._reference.norm_linear(hidden, *arguments)
 
-    def route(self, *arguments: Any) -> tuple[Tensor, Tensor]:
-        chosen, weights = self._reference.route(*arguments)
+    def norm_route(self, hidden: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        self.sizes.append(hidden.square().mean().sqrt().item())
+        normed, chosen, weights = self._reference.norm_route(hidden, *arguments)
         counts = torch.bincount(chosen.flatten(), minlength=TINY.config.num_experts)
         self.shares.append(counts / counts.sum())
         self.chosen_weights.append(weights.mean(0))
-        return chosen, weights
+        return normed, chosen, weights
 
     def attention(self, query: Tensor, *arguments: Any, **named: Any) -> Tensor:
         """A value of 1 everywhere shows what the sink leaves."""

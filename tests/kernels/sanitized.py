@@ -195,8 +195,10 @@ def combine_calls() -> Iterator[Call]:
         outputs = torch.randn(tokens * num_chosen, columns).bfloat16()
         rows = torch.randperm(len(outputs)).int().view(tokens, num_chosen)
         inputs = (outputs, rows, torch.rand(tokens, num_chosen).bfloat16())
-        out = combine(*on_gpu(*inputs), layout=layout, out=empty_bf16(tokens, columns))
-        return norm_error(out, reference.combine(*inputs))
+        residual = torch.randn(tokens, columns).bfloat16()
+        options = {"layout": layout, "out": empty_bf16(tokens, columns)}
+        out = combine(*on_gpu(*inputs), residual=residual.cuda(), **options)
+        return norm_error(out, reference.combine(*inputs, residual=residual))
 
     for columns, chosen in sorted(
         {(m.hidden, m.experts_per_token) for m in SERVED_MODELS.values()}

@@ -41,6 +41,25 @@ def test_every_bit_is_the_references(tokens: int, columns: int, num_chosen: int)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("columns", [16, 2880])
+@pytest.mark.parametrize("tokens", [1, 127, 300])
+def test_a_residual_is_added_last_and_may_be_where_the_sums_go(tokens: int, columns: int) -> None:
+    inputs = random_inputs(tokens, columns, 4)
+    around = random_inputs(tokens, columns + 32, 1, seed=1)[0]
+    residual = around[:, 16:-16]
+    expected = reference.combine(*(x.cpu() for x in inputs), residual=residual.cpu())
+    out = combine(*inputs, residual=residual, out=poisoned(tokens, columns))
+    assert torch.equal(out.cpu(), expected)
+    beside = around[:, :16].clone(), around[:, -16:].clone()
+    assert combine(*inputs, residual=residual, out=residual).data_ptr() == residual.data_ptr()
+    assert torch.equal(residual.cpu(), expected)
+    assert torch.equal(around[:, :16], beside[0])
+    assert torch.equal(around[:, -16:], beside[1])
+    if tokens > 1:
+        assert not torch.equal(on_cpu(*inputs), expected)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("vectors", [1, 2, 3, 4])
 def test_no_layout_changes_a_bit(vectors: int) -> None:
     inputs = random_inputs(133, 2880, 4)
@@ -159,6 +178,20 @@ def test_bad_input_is_refused(position: int, change, sentence: str) -> None:
     inputs[position] = change(inputs[position])
     with pytest.raises(ValueError, match=sentence):
         combine(*inputs)
+
+
+@pytest.mark.parametrize(
+    ("residual", "sentence"),
+    [
+        (torch.zeros(4, 320), "residual must be torch.bfloat16, got torch.float32"),
+        (torch.zeros(3, 320).bfloat16(), r"residual must be \[4, 320\], got \[3, 320\]"),
+        (torch.zeros(4, 324).bfloat16()[:, :320], "residual must have adjacent columns, and rows"),
+    ],
+)
+def test_a_bad_residual_is_refused(residual: Tensor, sentence: str) -> None:
+    inputs = (torch.zeros(16, 320).bfloat16(), torch.zeros(4, 4, dtype=torch.int32))
+    with pytest.raises(ValueError, match=sentence):
+        combine(*inputs, torch.zeros(4, 4).bfloat16(), residual=residual)
 
 
 def test_more_experts_of_a_token_than_are_held_are_refused() -> None:

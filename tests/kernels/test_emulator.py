@@ -135,10 +135,14 @@ def test_rms_norm(seed: int) -> None:
 @SEEDS
 def test_combine(seed: int) -> None:
     outputs, rows = normal(12, 320).bfloat16(), torch.arange(12).roll(5).view(3, 4).int()
-    weights = normal(3, 4).bfloat16()
+    weights, residual = normal(3, 4).bfloat16(), normal(3, 320).bfloat16()
     with emulated(seed):
         out = combine(outputs, rows, weights)
+        with_residual = combine(outputs, rows, weights, residual=residual)
     assert torch.equal(out, reference.combine(outputs, rows, weights))
+    expected = reference.combine(outputs, rows, weights, residual=residual)
+    assert torch.equal(with_residual, expected)
+    assert not torch.equal(with_residual, out + residual)  # rounded twice
 
 
 @SEEDS

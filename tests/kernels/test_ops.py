@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from gptoss_kernels import composed as composed_module
 from gptoss_kernels import ops, reference
 from gptoss_kernels.composed import ComposedOperators
 from gptoss_kernels.fp8 import Fp8Weight, quantise_weight
@@ -64,8 +65,14 @@ def test_composed_operators_compute_what_the_reference_does(num_tokens: int):
     hidden, inner, num_experts = 192, 144, 6
     x = torch.randn(num_tokens, hidden).bfloat16()
     weight = quantise_weight(torch.randn(136, hidden))
-    bias = torch.randn(136)
-    assert torch.equal(composed.linear(x, weight, bias), reference.linear(x, weight, bias))
+    bias, residual = torch.randn(136), torch.randn(num_tokens, 136).bfloat16()
+    for options in ({}, {"residual": residual}):
+        expected = reference.linear(x, weight, bias, **options)
+        assert torch.equal(composed.linear(x, weight, bias, **options), expected)
+    norm_weight = torch.rand(hidden)
+    for each in (weight, torch.randn(136, hidden).bfloat16()):
+        expected = reference.norm_linear(x, norm_weight, 1e-5, each)
+        assert torch.equal(composed.norm_linear(x, norm_weight, 1e-5, each), expected)
 
     router = torch.randn(num_experts, hidden).bfloat16()
     chosen, chosen_weights = reference.route(x, router, torch.zeros(num_experts), 3)
@@ -76,10 +83,33 @@ def test_composed_operators_compute_what_the_reference_does(num_tokens: int):
         *(random_weight(num_experts, 2 * inner, hidden), torch.randn(num_experts, 2 * inner)),
         *(random_weight(num_experts, hidden, inner), torch.randn(num_experts, hidden)),
     )
-    options = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
-    expected = reference.experts(*arguments, **options)
-    assert torch.equal(composed.experts(*arguments, **options), expected)
+    options: Any = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+    for added in (torch.randn_like(x), None):
+        expected = reference.experts(*arguments, **options, residual=added)
+        assert torch.equal(composed.experts(*arguments, **options, residual=added), expected)
     # Another expert's bias is no rounding.
     arguments[6].copy_(arguments[6].roll(1, 0))
     if num_tokens:
         assert not torch.allclose(composed.experts(*arguments, **options), expected)
+
+
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_many_tokens_go_to_their_experts_in_pieces(
+    has_residual: bool, monkeypatch: pytest.MonkeyPatch
+):
+    composed = ComposedOperators(reference, reference)
+    x, residual = torch.randn(2, 40, 64).bfloat16()
+    chosen, chosen_weights = torch.randint(4, (40, 2)), torch.rand(40, 2).bfloat16()
+    chosen[17, 1] = -1  # a token without experts
+    arguments = (
+        *(x, chosen, chosen_weights),
+        *(random_weight(4, 32, 64), torch.randn(4, 32)),
+        *(random_weight(4, 64, 16), torch.randn(4, 64)),
+    )
+    options: Any = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+    added = residual if has_residual else None
+    expected = composed.experts(*arguments, **options, residual=added)
+    monkeypatch.setattr(composed_module, "MAXIMUM_TOKENS", 16)
+    found = composed.experts(*arguments, **options, residual=added)
+    assert found.isnan().any(1).nonzero().flatten().tolist() == [17]
+    assert torch.equal(found.nan_to_num(), expected.nan_to_num())

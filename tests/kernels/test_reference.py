@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gptoss_kernels import reference
-from gptoss_kernels.fp8 import E4M3
+from gptoss_kernels.fp8 import E4M3, quantise_weight
 from gptoss_kernels.testing import rel_error
 
 # fp32: scores up to 50 are rounded at 2^-24 before they are exponentiated. bf16: results are
@@ -29,6 +29,18 @@ def test_embedding_reads_rows():
     weight = random(5, 3)
     out = reference.embedding(torch.tensor([4, 0, 4]), weight)
     assert torch.equal(out, torch.stack((weight[4], weight[0], weight[4])))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_an_id_or_row_that_is_none_gives_nan(dtype: torch.dtype):
+    table = random(5, 3)
+    expected = torch.stack((table[4], *random(3, 3) * math.nan, table[0]))
+    for operator in (
+        lambda ids: reference.embedding(ids, table),
+        lambda rows: reference.select_rows(table, rows),
+    ):
+        out = operator(torch.tensor([4, -1, 5, 2**31 - 1, 0], dtype=dtype))
+        assert torch.equal(out.nan_to_num(7), expected.nan_to_num(7))
 
 
 @DTYPES
@@ -67,6 +79,32 @@ def test_linear(dtype: torch.dtype):
     assert rel_error(reference.linear(x, weight), exact) < BOUNDS[dtype]
     assert rel_error(reference.linear(x, weight, bias), exact + bias.double()) < BOUNDS[dtype]
     assert rel_error(exact, exact + bias.double()) > 3 * BOUNDS[dtype]
+    residual = random(4, 7, seed=3, dtype=dtype)
+    out = reference.linear(x, weight, bias, residual=residual)
+    assert torch.equal(out, reference.linear(x, weight, bias) + residual)
+
+
+def test_a_residual_is_added_to_fp8_products_before_they_are_rounded():
+    x, residual = random(4, 128, dtype=torch.bfloat16), random(4, 8, seed=1, dtype=torch.bfloat16)
+    weight = quantise_weight(random(8, 128, seed=2, std=0.1))
+    out = reference.linear(x, weight, residual=residual)
+    wide = reference.linear(x.float(), weight)
+    assert torch.equal(out, (wide + residual).bfloat16())
+    assert not torch.equal(out, wide.bfloat16() + residual)
+
+
+@DTYPES
+def test_a_norm_with_what_it_feeds_is_one_after_the_other(dtype: torch.dtype):
+    hidden, norm_weight = random(4, 32, dtype=dtype), random(32, seed=1)
+    weight, bias = random(7, 32, seed=2, dtype=dtype), random(7, seed=3, dtype=dtype)
+    normed = reference.rms_norm(hidden, norm_weight, 1e-5)
+    out = reference.norm_linear(hidden, norm_weight, 1e-5, weight, bias)
+    assert torch.equal(out, reference.linear(normed, weight, bias))
+    routed = reference.norm_route(hidden, norm_weight, 1e-5, weight, bias, 3)
+    for found, expected in zip(
+        routed, (normed, *reference.route(normed, weight, bias, 3)), strict=True
+    ):
+        assert torch.equal(found, expected)
 
 
 def gpt_oss_table(num_positions: int, head_dim: int, factor: float = 32.0) -> Tensor:
@@ -411,6 +449,17 @@ def test_route_compares_in_the_dtype_of_the_model():
     assert (chosen.tolist(), weights.tolist()) == ([[0, 1]], [[0.5, 0.5]])
 
 
+def test_a_token_with_a_nan_chooses_no_expert():
+    x, weight, bias = random(3, 32), random(10, 32, seed=1), random(10, seed=2)
+    expected = reference.route(x, weight, bias, 3)
+    x[1, 5] = math.nan
+    chosen, weights = reference.route(x, weight, bias, 3)
+    assert chosen[1].tolist() == [-1, -1, -1]
+    assert bool(weights[1].isnan().all())
+    for found, right in zip((chosen, weights), expected, strict=True):
+        assert torch.equal(found[[0, 2]], right[[0, 2]])
+
+
 class Mixture:
     """Five experts of width 24, three chosen a token, with values on both sides of the clamps."""
 
@@ -424,7 +473,7 @@ class Mixture:
         self.w2 = random(5, 32, 24, seed=4, std=0.2, dtype=dtype)
         self.w2_bias = random(5, 32, seed=5, dtype=dtype)
 
-    def operator(self) -> Tensor:
+    def operator(self, residual: Tensor | None = None) -> Tensor:
         return reference.experts(
             self.x,
             self.chosen,
@@ -435,6 +484,7 @@ class Mixture:
             self.w2_bias,
             swiglu_alpha=1.702,
             swiglu_limit=7.0,
+            residual=residual,
         )
 
     def formula(
@@ -485,6 +535,23 @@ def test_experts(dtype: torch.dtype, chosen: list[list[int]]):
             mixture.formula(weighted_bias=False),
         ):
             assert rel_error(wrong, exact) > 3 * BOUNDS[dtype]
+
+
+def test_experts_add_a_residual_before_they_round():
+    mixture = Mixture(ROUTINGS["uneven"], torch.bfloat16)
+    residual = random(4, 32, seed=6, std=9.0, dtype=torch.bfloat16)
+    exact = mixture.formula() + residual
+    assert rel_error(mixture.operator(residual), exact) < BOUNDS[torch.bfloat16]
+    assert rel_error(mixture.operator(), exact) > 0.1
+
+
+def test_a_token_without_experts_is_nan_and_no_other_is():
+    mixture = Mixture(ROUTINGS["uneven"])
+    expected = mixture.operator()
+    mixture.chosen[2] = -1
+    out = mixture.operator()
+    assert bool(out[2].isnan().all())
+    assert rel_error(out[[0, 1, 3]], expected[[0, 1, 3]]) < BOUNDS[torch.float32]
 
 
 def test_swiglu_clamps_the_gate_from_above_only():

@@ -318,7 +318,11 @@ def test_combine_is_the_reference(tokens: int, top: int, columns: int) -> None:
     weights = torch.rand(tokens, top, device=DEVICE).bfloat16()
     out = combine(outputs, rows, weights, out=poisoned(tokens, columns))
     expected = reference.combine(outputs, rows, weights)
+    residual = normal(tokens, columns).bfloat16()
+    added = combine(outputs, rows, weights, residual=residual, out=poisoned(tokens, columns))
     if tokens:
+        whole = reference.combine(outputs, rows, weights, residual=residual)
+        assert norm_error(added, whole.double()) < 1e-3
         # The last bit of a sum whose product was not rounded before may round the other way.
         assert norm_error(out, expected.double()) < 1e-3
         wrong = reference.combine(outputs, rows, weights.roll(1))

@@ -88,12 +88,11 @@ class _Comparer(Probe):
         self.error = torch.full(record.residuals.shape[:2], math.nan)
         self.changed_experts = torch.full(record.chosen.shape[:2], -1, dtype=torch.int32)
 
-    def see_residual(self, update: int, rows: slice, hidden: Tensor) -> bool:
+    def see_residual(self, update: int, rows: slice, hidden: Tensor) -> None:
         expected = self._record.residuals[update, rows].to(hidden.device)
         self.error[update, rows] = _relative_error(hidden.float(), expected.float()).cpu()
         if self._is_put_back:
             hidden.copy_(expected)
-        return self._is_put_back
 
     def see_choice(self, layer: int, rows: slice, chosen: Tensor) -> None:
         expected = self._record.chosen[layer, rows]

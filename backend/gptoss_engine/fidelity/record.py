@@ -46,27 +46,30 @@ class Probe(ABC):
         self._rows = rows
         self._num_updates = self._num_choices = 0
 
-    def rms_norm(
-        self, hidden: Tensor, weight: Tensor, eps: float, update: Tensor | None = None
-    ) -> Tensor:
-        normed = self._ops.rms_norm(hidden, weight, eps, update)
-        if update is None:  # the embedding, before the first layer
-            return normed
-        is_changed = self.see_residual(self._num_updates, self._rows, hidden)
-        self._num_updates += 1
-        return self._ops.rms_norm(hidden, weight, eps) if is_changed else normed
+    def linear(self, *arguments: Any, residual: Tensor | None = None) -> Tensor:
+        hidden = self._ops.linear(*arguments, residual=residual)
+        if residual is not None:
+            self._see_update(hidden)
+        return hidden
 
-    def route(
-        self, x: Tensor, weight: Tensor, bias: Tensor, num_chosen: int
-    ) -> tuple[Tensor, Tensor]:
-        chosen, chosen_weights = self._ops.route(x, weight, bias, num_chosen)
+    def experts(self, *arguments: Any, **options: Any) -> Tensor:
+        hidden = self._ops.experts(*arguments, **options)
+        self._see_update(hidden)
+        return hidden
+
+    def norm_route(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        normed, chosen, chosen_weights = self._ops.norm_route(*arguments)
         self.see_choice(self._num_choices, self._rows, chosen)
         self._num_choices += 1
-        return chosen, chosen_weights
+        return normed, chosen, chosen_weights
+
+    def _see_update(self, hidden: Tensor) -> None:
+        self.see_residual(self._num_updates, self._rows, hidden)
+        self._num_updates += 1
 
     @abstractmethod
-    def see_residual(self, update: int, rows: slice, hidden: Tensor) -> bool:
-        """Whether it changed `hidden`."""
+    def see_residual(self, update: int, rows: slice, hidden: Tensor) -> None:
+        """What it makes of `hidden` is what the model goes on with."""
 
     @abstractmethod
     def see_choice(self, layer: int, rows: slice, chosen: Tensor) -> None: ...
@@ -101,6 +104,7 @@ def read(
         probe.start(rows)
         with torch.inference_mode():
             last = model.forward(batch, cache, ops)
+            last = ops.rms_norm(last, weights.norm, config.rms_norm_eps)
         if not bool(last.isfinite().all()):
             raise InvalidCheckpoint(
                 f"with {label} a hidden state is not finite, so there is nothing to compare: the "
@@ -154,9 +158,8 @@ class _Recorder(Probe):
         super().__init__(ops)
         self._record = record
 
-    def see_residual(self, update: int, rows: slice, hidden: Tensor) -> bool:
+    def see_residual(self, update: int, rows: slice, hidden: Tensor) -> None:
         self._record.residuals[update, rows] = hidden.cpu()
-        return False
 
     def see_choice(self, layer: int, rows: slice, chosen: Tensor) -> None:
         self._record.chosen[layer, rows] = chosen.cpu().int()

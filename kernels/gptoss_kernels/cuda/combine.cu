@@ -1,12 +1,14 @@
-// out[t] = sum over k of chosen_weights[t, k] * outputs[rows[t, k]], in fp32 in the order of k.
+// out[t] = sum over k of chosen_weights[t, k] * outputs[rows[t, k]] + residual[t], in fp32 in this
+// order.
 
 struct Arguments {
     const bf16* outputs;
     const int* rows;
     const bf16* chosen_weights;
+    const bf16* residual;  // or none
     bf16* out;
     int num_tokens, num_rows, columns;
-    long long outputs_stride, out_stride;
+    long long outputs_stride, residual_stride, out_stride;
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -18,7 +20,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     allow_next_kernel();
     if (token >= arguments.num_tokens) return;
 
-    Row rows[CHOSEN];
+    Row rows[CHOSEN], residual;
+    if (arguments.residual)
+        residual.load(arguments.residual + token * arguments.residual_stride, columns, place);
     float weights[CHOSEN];
 #pragma unroll
     for (int k = 0; k < CHOSEN; ++k) {
@@ -40,6 +44,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 // Not fused: as the reference rounds products that are too small for a normal fp32.
                 low = __fadd_rn(low, __fmul_rn(low_bf16(rows[k].words[v][i]), weights[k]));
                 high = __fadd_rn(high, __fmul_rn(high_bf16(rows[k].words[v][i]), weights[k]));
+            }
+            if (arguments.residual) {
+                low = __fadd_rn(low, low_bf16(residual.words[v][i]));
+                high = __fadd_rn(high, high_bf16(residual.words[v][i]));
             }
             sums.words[v][i] = pack_bf16(low, high);
         }

@@ -1,7 +1,7 @@
-"""out[t] = sum over k of chosen_weights[t, k] * outputs[rows[t, k]], in fp32 in the order of k
+"""out[t] = sum over k of chosen_weights[t, k] * outputs[rows[t, k]] + residual[t], in fp32
 
-bf16 in and out. Memory-bound: reads 2TKH bytes, writes 2TH. The kernel is combine.cu; how it
-divides rows is in rows.py.
+In this order; bf16 in and out. Memory-bound: reads 2TKH bytes, and 2TH of a residual, writes 2TH.
+The kernel is combine.cu; how it divides rows is in rows.py.
 """
 
 from __future__ import annotations
@@ -31,25 +31,28 @@ def combine(
     rows: Tensor,
     chosen_weights: Tensor,
     *,
+    residual: Tensor | None = None,
     out: Tensor | None = None,
     layout: RowLayout | None = None,
 ) -> Tensor:
-    """The sums in bf16 [T, H], written to `out` if it is given.
+    """The sums in bf16 [T, H], written to `out` if it is given, which may be the residual.
 
     `outputs` [R, H] bf16, H a multiple of 16; `rows` int32 and `chosen_weights` bf16 [T, K], K up
-    to 8, as dispatch_fp8 and route give them. A row outside 0 .. R - 1 is not read: its token
-    becomes NaN. Raises ValueError on anything else but the values of `rows`, which stay on the
-    device, and runtime.CudaError where there is no Hopper GPU.
+    to 8, as dispatch_fp8 and route give them; `residual` [T, H] bf16 or None. A row outside
+    0 .. R - 1 is not read: its token becomes NaN. Raises ValueError on anything else but the values
+    of `rows`, which stay on the device, and runtime.CudaError where there is no Hopper GPU.
     """
     if out is None:
         if outputs.dim() != 2 or rows.dim() != 2:  # all else is checked later
             contracts.check_combine_inputs(outputs, rows, chosen_weights)
         out = outputs.new_empty(rows.shape[0], outputs.shape[1])
-    tensors = (outputs, rows, chosen_weights, out)
+    tensors = (outputs, rows, chosen_weights, residual, out)
     if rows.shape[0] == 0:
         _check(*tensors)
     else:
-        launch(("combine", layout), tensors, lambda: _prepare(layout, *tensors))
+        given = [tensor for tensor in tensors if tensor is not None]
+        options = ("combine", layout, residual is None)
+        launch(options, given, lambda: _prepare(layout, *tensors))
     return out
 
 
@@ -59,9 +62,15 @@ def spec(layout: RowLayout, num_chosen: int) -> runtime.KernelSpec:
 
 class _Arguments(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("outputs", "rows", "chosen_weights", "out")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("outputs", "rows", "chosen_weights", "residual", "out")
+        ),
         *((name, ctypes.c_int) for name in ("num_tokens", "num_rows", "columns")),
-        *((name, ctypes.c_longlong) for name in ("outputs_stride", "out_stride")),
+        *(
+            (name, ctypes.c_longlong)
+            for name in ("outputs_stride", "residual_stride", "out_stride")
+        ),
     )
 
 
@@ -71,8 +80,10 @@ def choose_combine_layout(num_tokens: int, columns: int, num_chosen: int) -> Row
     return RowLayout.of(columns, vectors=max(1, _VECTORS_UNDER_WAY // num_chosen), threads=128)
 
 
-def _check(outputs: Tensor, rows: Tensor, chosen_weights: Tensor, out: Tensor) -> None:
-    contracts.check_combine_inputs(outputs, rows, chosen_weights)
+def _check(
+    outputs: Tensor, rows: Tensor, chosen_weights: Tensor, residual: Tensor | None, out: Tensor
+) -> None:
+    contracts.check_combine_inputs(outputs, rows, chosen_weights, residual)
     check_columns("outputs", outputs)
     check_num_chosen(rows.shape[1])
     shape = (rows.shape[0], outputs.shape[1])
@@ -83,9 +94,14 @@ def _check(outputs: Tensor, rows: Tensor, chosen_weights: Tensor, out: Tensor) -
 
 
 def _prepare(
-    layout: RowLayout | None, outputs: Tensor, rows: Tensor, chosen_weights: Tensor, out: Tensor
+    layout: RowLayout | None,
+    outputs: Tensor,
+    rows: Tensor,
+    chosen_weights: Tensor,
+    residual: Tensor | None,
+    out: Tensor,
 ) -> runtime.Launch:
-    _check(outputs, rows, chosen_weights, out)
+    _check(outputs, rows, chosen_weights, residual, out)
     (num_tokens, num_chosen), (num_rows, columns) = rows.shape, outputs.shape
     layout = layout or choose_combine_layout(num_tokens, columns, num_chosen)
     check_layout(layout, columns)
@@ -95,9 +111,13 @@ def _prepare(
         threads=layout.threads,
         arguments=(
             _Arguments(
-                *(outputs.data_ptr(), rows.data_ptr(), chosen_weights.data_ptr(), out.data_ptr()),
+                *(outputs.data_ptr(), rows.data_ptr(), chosen_weights.data_ptr()),
+                residual.data_ptr() if residual is not None else None,
+                out.data_ptr(),
                 *(num_tokens, num_rows, columns),
-                *(outputs.stride(0), out.stride(0)),
+                outputs.stride(0),
+                residual.stride(0) if residual is not None else 0,
+                out.stride(0),
             ),
         ),
     )

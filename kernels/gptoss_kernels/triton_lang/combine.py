@@ -1,7 +1,7 @@
-"""out[t] = sum over k of chosen_weights[t, k] * outputs[rows[t, k]], in fp32 in the order of k
+"""out[t] = sum over k of chosen_weights[t, k] * outputs[rows[t, k]] + residual[t], in fp32
 
-bf16 in and out. Memory-bound: reads 2TKH bytes, writes 2TH. One program for 1024 columns of a
-token.
+In this order; bf16 in and out. Memory-bound: reads 2TKH bytes, and 2TH of a residual, writes 2TH.
+One program for 1024 columns of a token.
 """
 
 from __future__ import annotations
@@ -20,15 +20,21 @@ _COLUMNS_AT_ONCE = 1024
 
 
 def combine(
-    outputs: Tensor, rows: Tensor, chosen_weights: Tensor, *, out: Tensor | None = None
+    outputs: Tensor,
+    rows: Tensor,
+    chosen_weights: Tensor,
+    *,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """The sums in bf16 [T, H], written to `out` if it is given.
+    """The sums in bf16 [T, H], written to `out` if it is given, which may be the residual.
 
     `outputs` [R, H] bf16, H a multiple of 16; `rows` int32 and `chosen_weights` bf16 [T, K], as
-    dispatch_fp8 and route give them. A row outside 0 .. R - 1 is not read: its token becomes NaN.
-    Raises ValueError on anything else but the values of `rows`, which stay on the device.
+    dispatch_fp8 and route give them; `residual` [T, H] bf16 or None. A row outside 0 .. R - 1 is
+    not read: its token becomes NaN. Raises ValueError on anything else but the values of `rows`,
+    which stay on the device.
     """
-    contracts.check_combine_inputs(outputs, rows, chosen_weights)
+    contracts.check_combine_inputs(outputs, rows, chosen_weights, residual)
     (num_tokens, num_chosen), (num_rows, columns) = rows.shape, outputs.shape
     if out is None:
         out = outputs.new_empty(num_tokens, columns)
@@ -37,8 +43,10 @@ def combine(
     if num_tokens:
         with device.current(outputs):
             _combine_token[(num_tokens, -(-columns // _COLUMNS_AT_ONCE))](
-                *(outputs, rows, chosen_weights, out, num_rows),
-                *(outputs.stride(0), out.stride(0)),
+                *(outputs, rows, chosen_weights, residual, out, num_rows),
+                outputs.stride(0),
+                residual.stride(0) if residual is not None else 0,
+                out.stride(0),
                 CHOSEN=num_chosen,
                 COLUMNS=columns,
                 COLUMNS_AT_ONCE=_COLUMNS_AT_ONCE,
@@ -53,9 +61,11 @@ def _combine_token(
     outputs,
     rows,
     chosen_weights,
+    residual,
     out,
     num_rows,
     outputs_pitch,
+    residual_pitch,
     out_pitch,
     CHOSEN: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -73,4 +83,6 @@ def _combine_token(
             outputs + row.to(tl.int64) * outputs_pitch + columns, mask=readable, other=float("nan")
         )
         total += part.to(tl.float32) * weight
+    if residual is not None:
+        total += tl.load(residual + token * residual_pitch + columns, mask=inside).to(tl.float32)
     tl.store(out + token * out_pitch + columns, total.to(tl.bfloat16), mask=inside)
