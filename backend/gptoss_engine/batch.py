@@ -103,18 +103,23 @@ class Sampling:
 class Batch:
     """One step's tokens, sequence after sequence.
 
-    input_ids, positions [T] int64; decodes: the sequences at the front, with few rows each;
-    query_start [B + 1] int32: where each sequence's rows begin; seq_lens [B] int32: tokens in the
-    cache once the step is done; sample_rows [S] int64: the rows after which a token is due, a
-    sequence's last known token and its drafts; full, window: the two page groups.
+    input_ids, positions [T] int64; pending_rows, pending_seats [K] int64: the rows whose input, -1
+    until it is put there, was chosen by the step before, and its seat; decodes: the sequences at
+    the front, with few rows each; query_start [B + 1] int32: where each sequence's rows begin;
+    seq_lens [B] int32: tokens in the cache once the step is done; sample_rows [S] int64: the rows
+    after which a token is due, a sequence's last token and its drafts; sample_seats [S] int64:
+    their sequences' seats; full, window: the two page groups.
     """
 
     input_ids: Tensor
     positions: Tensor
+    pending_rows: Tensor
+    pending_seats: Tensor
     decodes: Decodes
     query_start: Tensor
     seq_lens: Tensor
     sample_rows: Tensor
+    sample_seats: Tensor
     sampling: Sampling
     full: PageGroup
     window: PageGroup
@@ -129,26 +134,37 @@ class Batch:
         positions = [_positions(item) for item in step.items]
         query_start = np.cumsum([0, *map(len, positions)], dtype=np.int32)
         input_ids: list[int] = []
+        pending: list[tuple[int, int]] = []
         sample_rows: list[int] = []
+        sample_seats: list[int] = []
         due: list[tuple[Sequence, int]] = []
         for item, end in zip(step.items, query_start[1:].tolist(), strict=True):
-            sequence, first = item.sequence, item.sequence.num_computed_tokens
-            input_ids += sequence.token_ids[first : first + item.num_tokens]
-            input_ids += item.draft_token_ids
+            sequence, first = item.sequence, item.first
+            if item.is_pending:
+                assert item.num_slots == 1
+                pending.append((len(input_ids), item.seat))
+                input_ids.append(-1)
+            else:
+                input_ids += sequence.token_ids[first : first + item.num_tokens]
+                input_ids += item.draft_token_ids
             if item.is_sampled:
                 num_due = 1 + len(item.draft_token_ids)
                 sample_rows += range(end - num_due, end)
-                due += [(sequence, sequence.num_output_tokens + k) for k in range(num_due)]
+                sample_seats += [item.seat] * num_due
+                due += [(sequence, item.num_output_tokens + k) for k in range(num_due)]
         tables = [item.sequence.page_tables for item in step.items]
         return cls(
             input_ids=_tensor(np.array(input_ids, dtype=np.int64), device),
             positions=_tensor(
                 np.concatenate([np.arange(p.start, p.stop) for p in positions]), device
             ),
+            pending_rows=_tensor(np.array([row for row, _ in pending], dtype=np.int64), device),
+            pending_seats=_tensor(np.array([seat for _, seat in pending], dtype=np.int64), device),
             decodes=_decodes([len(each) for each in positions]),
             query_start=_tensor(query_start, device),
             seq_lens=_tensor(np.array([p.stop for p in positions], dtype=np.int32), device),
             sample_rows=_tensor(np.array(sample_rows, dtype=np.int64), device),
+            sample_seats=_tensor(np.array(sample_seats, dtype=np.int64), device),
             sampling=Sampling.build(due, vocab_size, device),
             full=PageGroup.build([t.full for t in tables], positions, page_size, device),
             window=PageGroup.build([t.window for t in tables], positions, page_size, device),
@@ -179,8 +195,7 @@ def _mix(state: int) -> int:
 
 
 def _positions(item: ScheduledItem) -> range:
-    first = item.sequence.num_computed_tokens
-    return range(first, first + item.num_slots)
+    return range(item.first, item.first + item.num_slots)
 
 
 def _tensor(array: np.ndarray, device: torch.device) -> Tensor:

@@ -32,8 +32,20 @@ from gptoss_engine.types import (
 log = logging.getLogger(__name__)
 
 
+class Pending(Protocol):
+    """A step that was launched."""
+
+    def result(self) -> StepOutput:
+        """Waits until the step has run. Called once; in the order of launches."""
+        ...
+
+
 class StepRunner(Protocol):
-    """What the engine needs of a runner: the model's figures, the cache's size, and one verb."""
+    """What the engine needs of a runner: the model's figures, the cache's size, and one verb.
+
+    At most two steps are out: launched, and their results not asked for. They run one after
+    another in the order of their launches, all that they read and write included.
+    """
 
     @property
     def model_config(self) -> ModelConfig: ...
@@ -47,7 +59,9 @@ class StepRunner(Protocol):
     @property
     def max_model_len(self) -> int: ...
 
-    def run(self, step: ScheduledStep) -> StepOutput: ...
+    def launch(self, step: ScheduledStep) -> Pending:
+        """Reads all that the step needs of its sequences before it returns; may not wait for it."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +196,7 @@ class Engine:
             return expired
         try:
             step = self.scheduler.schedule()
-            output = self.runner.run(step)
+            output = self.runner.launch(step).result()
             return expired + self.scheduler.update(step, output)
         except Exception as error:
             log.exception("a step failed: the engine is broken")

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -23,13 +24,26 @@ from gptoss_kernels import ops as operators
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A step that has run."""
+
+    output: StepOutput
+
+    def result(self) -> StepOutput:
+        return self.output
+
+
 class Runner:
     """Owns weights and KV pages; knows no queue and no client.
 
     num_pages, num_window_pages: what the page pools of the two groups may hand out.
     max_model_len: tokens of prompt and answer together.
     weight_mode: the form of the experts' weights.
+    is_asynchronous: whether `launch` returns before the step has run.
     """
+
+    is_asynchronous = False
 
     def __init__(
         self,
@@ -57,34 +71,51 @@ class Runner:
             dtype=choose_cache_dtype(config, weights.embedding.dtype),
             device=self._device,
         )
+        # By seat, what the last step that sampled there chose: the next step's pending inputs.
+        self._last_token_ids = torch.full(
+            (config.max_num_seqs,), -1, dtype=torch.int64, device=self._device
+        )
+
+    def run(self, step: ScheduledStep) -> StepOutput:
+        """Computes the step's tokens and chooses what follows the last one and each draft."""
+        return self.launch(step).result()
 
     @torch.inference_mode()
-    def run(self, step: ScheduledStep) -> StepOutput:
-        """Computes the step's tokens and chooses what follows the known ones and each draft."""
+    def launch(self, step: ScheduledStep) -> Computed:
+        """`run` in two parts: the next step may be launched before this one's result is asked for.
+
+        Reads the sequences' page tables before it returns, and else of them only what no later
+        step changes.
+        """
         batch = Batch.build(
             step,
             page_size=self._page_size,
             vocab_size=self.model_config.vocab_size,
             device=self._device,
         )
+        batch.input_ids[batch.pending_rows] = self._last_token_ids[batch.pending_seats]
         hidden = self._model.forward(batch, self._cache, self._ops)
         logits = self._model.logits(hidden, batch.sample_rows, self._ops)
         token_ids, logprobs = self._sample(logits, batch.sampling)
+        self._last_token_ids[batch.sample_seats] = token_ids
+        chosen = token_ids.tolist()
         due = [1 + len(item.draft_token_ids) if item.is_sampled else 0 for item in step.items]
         ends = list(accumulate(due))
-        return StepOutput(
-            token_ids=tuple(
-                tuple(token_ids[end - count : end]) for end, count in zip(ends, due, strict=True)
-            ),
-            logprobs=tuple(
-                tuple(entry for entry in logprobs[end - count : end] if entry is not None)
-                for end, count in zip(ends, due, strict=True)
-            ),
+        return Computed(
+            StepOutput(
+                token_ids=tuple(
+                    tuple(chosen[end - count : end]) for end, count in zip(ends, due, strict=True)
+                ),
+                logprobs=tuple(
+                    tuple(entry for entry in logprobs[end - count : end] if entry is not None)
+                    for end, count in zip(ends, due, strict=True)
+                ),
+            )
         )
 
     def _sample(
         self, logits: Tensor, sampling: Sampling
-    ) -> tuple[list[int], list[TokenLogprob | None]]:
+    ) -> tuple[Tensor, list[TokenLogprob | None]]:
         # Log-probabilities are of what the model said, before anything is masked.
         raw = logits
         if len(sampling.masked_rows):
@@ -102,7 +133,7 @@ class Runner:
                 sampling.min_p,
                 sampling.uniforms,
             )
-        return token_ids.tolist(), self._logprobs(raw, token_ids, sampling.num_logprobs)
+        return token_ids, self._logprobs(raw, token_ids, sampling.num_logprobs)
 
     def _logprobs(
         self, logits: Tensor, token_ids: Tensor, num_logprobs: tuple[int | None, ...]

@@ -13,7 +13,14 @@ from collections import Counter, deque
 from gptoss_engine.config import InvalidConfig
 from gptoss_engine.decoding import Decoder
 from gptoss_engine.page_pool import PagePool
-from gptoss_engine.sequence import ScheduledItem, ScheduledStep, Sequence, Status, StepOutput
+from gptoss_engine.sequence import (
+    NO_SEAT,
+    ScheduledItem,
+    ScheduledStep,
+    Sequence,
+    Status,
+    StepOutput,
+)
 from gptoss_engine.types import FinishReason, TokenChunk, TokenLogprob
 
 log = logging.getLogger(__name__)
@@ -25,7 +32,8 @@ class Scheduler:
     full, window: the pools of the layers that see everything and of those that see a window.
     sliding_window: a query at position i of a window layer sees keys i - sliding_window + 1 … i.
     max_num_tokens: of one sequence, prompt and answer together; the full pool holds as many.
-    Not thread-safe: one caller, which runs the scheduled step before it schedules another.
+    Not thread-safe: one caller. It launches each step before it schedules the next, and updates
+    with its output before it schedules the next but one.
     """
 
     def __init__(
@@ -59,6 +67,7 @@ class Scheduler:
             )
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self._free_seats = [*reversed(range(max_num_seqs))]
         self.num_waiting_tokens = 0
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
@@ -102,7 +111,9 @@ class Scheduler:
         sequences are preempted. A new sequence needs room for all of its tokens and must leave
         every running one a page to grow by: else it would be preempted before it gained anything.
         """
-        items: list[ScheduledItem] = []
+        self._make_room()
+        decodes: list[ScheduledItem] = []
+        prefills: list[ScheduledItem] = []
         preempted: list[Sequence] = []
         spare = self.max_num_batched_tokens - len(self.running)
         for sequence in self.running:  # Only its tail, beyond `sequence`, is cut while we go.
@@ -110,37 +121,33 @@ class Scheduler:
                 preempted.append(self._preempt_last())
             # The youngest may find no page. It keeps its own and waits for an older one to end.
             if room > 0:
-                items.append(self._take(sequence, min(room, spare + 1)))
-                spare -= items[-1].num_slots - 1
+                item = self._take(sequence, min(room, spare + 1))
+                (decodes if item.is_decode else prefills).append(item)
+                spare -= item.num_slots - 1
 
         while self.waiting and spare > 0 and not preempted and self._can_start(self.waiting[0]):
             sequence = self._start_first()
-            items.append(self._take(sequence, min(self._room(sequence), spare)))
-            spare -= items[-1].num_slots
+            item = self._take(sequence, min(self._room(sequence), spare))
+            (decodes if item.is_decode else prefills).append(item)
+            spare -= item.num_slots
 
-        assert items or not self._open, "the oldest sequence must advance"
-        items.sort(key=lambda item: item.sequence.num_uncomputed_tokens > 1)
-        return ScheduledStep(tuple(items), tuple(preempted))
+        assert decodes or prefills or not (self.running or self.waiting), (
+            "the oldest sequence must advance"
+        )
+        return ScheduledStep((*decodes, *prefills), tuple(preempted))
 
     def update(self, step: ScheduledStep, output: StepOutput) -> list[TokenChunk]:
-        """Append what the step sampled, end what is complete, give back what no query can see."""
+        """Append what the step chose and end what is complete.
+
+        What it chose for a sequence that has ended since is dropped.
+        """
         chunks: list[TokenChunk] = []
         for item, sampled, logprobs in zip(
             step.items, output.token_ids, output.logprobs, strict=True
         ):
-            sequence = item.sequence
-            assert sequence.status is Status.RUNNING
-            if not item.is_sampled:
-                sequence.num_computed_tokens += item.num_tokens
-            else:
+            if item.is_sampled and item.sequence.status is not Status.FINISHED:
                 accepted = self.decoder.accept(item.draft_token_ids, sampled)
-                chunks.append(self._append(sequence, accepted, logprobs))
-            if sequence.status is Status.RUNNING:
-                self.window.give_back_below(
-                    sequence.page_tables.window,
-                    sequence.num_computed_tokens - self.sliding_window + 1,
-                    sequence.generation_id,
-                )
+                chunks.append(self._append(item.sequence, accepted, logprobs))
         return chunks
 
     def abort(
@@ -166,6 +173,23 @@ class Scheduler:
         """End every open generation for the same reason."""
         return [self._finish(sequence, reason, error=error) for sequence in [*self._open.values()]]
 
+    def _make_room(self) -> None:
+        """Give back what no query of the next step or a later one can see.
+
+        A step that is out may still read and write these pages, and its place in
+        `last_token_ids`. But all steps run one after another, in the order of their launches, so
+        whoever gets a page or a seat from here on writes to it later.
+        """
+        for sequence in [*self.running]:
+            if sequence.num_tokens == sequence.num_prompt_tokens + sequence.max_tokens:
+                self._leave(sequence, Status.ENDING)
+            else:
+                self.window.give_back_below(
+                    sequence.page_tables.window,
+                    sequence.num_computed_tokens - self.sliding_window + 1,
+                    sequence.generation_id,
+                )
+
     def _room(self, sequence: Sequence) -> int:
         """How many tokens after the computed ones have a page or could get one."""
         tables = sequence.page_tables
@@ -177,13 +201,16 @@ class Scheduler:
         num_uncomputed_tokens = sequence.num_uncomputed_tokens
         num_tokens = min(limit, num_uncomputed_tokens)
         draft: tuple[int, ...] = ()
-        if num_tokens == num_uncomputed_tokens:
+        if num_tokens == num_uncomputed_tokens and self.decoder.guesses:
+            assert not sequence.num_pending_tokens, "who guesses must know all tokens"
             useful = sequence.max_tokens - sequence.num_output_tokens - 1
             draft = self.decoder.propose(sequence)[: min(limit - num_tokens, useful)]
-        item = ScheduledItem(sequence, num_tokens, draft)
-        end = sequence.num_computed_tokens + item.num_slots
+        item = ScheduledItem.of(sequence, num_tokens, draft)
+        end = item.first + item.num_slots
         self.full.extend(sequence.page_tables.full, end, sequence.generation_id)
         self.window.extend(sequence.page_tables.window, end, sequence.generation_id)
+        sequence.num_computed_tokens += num_tokens
+        sequence.num_pending_tokens += item.is_sampled
         return item
 
     def _can_start(self, sequence: Sequence) -> bool:
@@ -199,14 +226,14 @@ class Scheduler:
         sequence = self.waiting.popleft()
         self.num_waiting_tokens -= len(sequence.token_ids)
         sequence.status = Status.RUNNING
+        sequence.seat = self._free_seats.pop()
         self.running.append(sequence)
         return sequence
 
     def _preempt_last(self) -> Sequence:
-        sequence = self.running.pop()
-        self._give_back_pages(sequence)
+        sequence = self.running[-1]
+        self._leave(sequence, Status.WAITING)
         sequence.num_computed_tokens = 0
-        sequence.status = Status.WAITING
         self.waiting.appendleft(sequence)
         self.num_waiting_tokens += len(sequence.token_ids)
         self.num_preemptions += 1
@@ -230,8 +257,11 @@ class Scheduler:
                 reason = "length"
             if reason:
                 break
-        # All but the last were inputs of this step, or accepted guesses that were.
-        sequence.num_computed_tokens = len(sequence.token_ids) - 1
+        sequence.num_pending_tokens -= 1
+        # The others were accepted guesses, which the step computed, too.
+        sequence.num_computed_tokens += num_appended - 1
+        if sequence.status is Status.WAITING:  # Preempted while the step ran.
+            self.num_waiting_tokens += num_appended
         self.num_generated_tokens += num_appended
         token_ids, logprobs = token_ids[:num_appended], logprobs[:num_appended]
         if reason:
@@ -250,11 +280,10 @@ class Scheduler:
         """The only way out of the scheduler, so that pages and counts are right on every way."""
         del self._open[sequence.generation_id]
         if sequence.status is Status.RUNNING:
-            self.running.remove(sequence)
-        else:
+            self._leave(sequence, Status.FINISHED)
+        elif sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
             self.num_waiting_tokens -= len(sequence.token_ids)
-        self._give_back_pages(sequence)
         sequence.status = Status.FINISHED
         self.num_finished[reason] += 1
         log.info(
@@ -266,9 +295,14 @@ class Scheduler:
         )
         return _chunk(sequence, reason=reason, error=error, token_ids=token_ids, logprobs=logprobs)
 
-    def _give_back_pages(self, sequence: Sequence) -> None:
+    def _leave(self, sequence: Sequence, status: Status) -> None:
+        """Take its place, its seat and its pages from a running sequence."""
+        self.running.remove(sequence)
+        self._free_seats.append(sequence.seat)
+        sequence.seat = NO_SEAT
         self.full.give_back_all(sequence.page_tables.full, sequence.generation_id)
         self.window.give_back_all(sequence.page_tables.window, sequence.generation_id)
+        sequence.status = status
 
 
 def _chunk(

@@ -7,9 +7,16 @@ from gptoss_engine.types import GenerationRequest, SamplingParams, TokenLogprob
 
 
 class Status(Enum):
+    """ENDING: with the token that is pending the answer is complete, so that the sequence has left
+    the running ones already."""
+
     WAITING = "waiting"
     RUNNING = "running"
+    ENDING = "ending"
     FINISHED = "finished"
+
+
+NO_SEAT = -1
 
 
 @dataclass(slots=True, eq=False)
@@ -22,9 +29,11 @@ class PageTables:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Prompt and answer as one list of token ids; keys and values of the first
-    `num_computed_tokens` of them are in the cache.
+    """Prompt and answer as one list of token ids.
 
+    num_computed_tokens: how many have keys and values in the cache once all scheduled steps have
+    run. num_pending_tokens: how many more these steps choose that are not in token_ids yet.
+    seat: the sequence's own number below max_num_seqs while it runs.
     stop_token_ids: everything that ends this generation (the checkpoint's and the request's).
     max_tokens: the answer's limit, resolved at admission. seed: resolved at admission.
     arrival_time, deadline: time.monotonic() values in seconds.
@@ -41,6 +50,8 @@ class Sequence:
     deadline: float | None = None
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
+    num_pending_tokens: int = 0
+    seat: int = NO_SEAT
     page_tables: PageTables = field(default_factory=PageTables)
     status: Status = Status.WAITING
 
@@ -69,35 +80,71 @@ class Sequence:
         )
 
     @property
+    def num_tokens(self) -> int:
+        """Of prompt and answer, pending ones included."""
+        return len(self.token_ids) + self.num_pending_tokens
+
+    @property
     def num_output_tokens(self) -> int:
+        """Of the answer, as far as it is known."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        return len(self.token_ids) - self.num_computed_tokens
+        return self.num_tokens - self.num_computed_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledItem:
     """The next `num_tokens` uncomputed tokens of a sequence, computed in one step.
 
+    A snapshot, for the next step may be scheduled while this one runs. `sequence` is read for what
+    never changes, for its token ids, to which later steps only append, and for its page tables,
+    but these only until `launch` returns.
+
+    first: the position of the first of these tokens: so many are in the cache before the step.
+    num_output_tokens: of the answer, before the step, pending ones included.
+    is_sampled: whether these are the sequence's last tokens, so that the next one is due.
+    is_pending: whether it is but one token, which the step before chooses: it may not be on the
+    host yet, and a runner knows it by `seat`.
     draft_token_ids: guesses at what follows them, computed and sampled after in the same step;
-    empty unless `is_sampled`.
+    none unless `is_sampled`, and none if `is_pending`.
     """
 
     sequence: Sequence
+    first: int
     num_tokens: int
+    num_output_tokens: int
+    is_sampled: bool
+    is_pending: bool
+    seat: int
     draft_token_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def of(
+        cls, sequence: Sequence, num_tokens: int, draft_token_ids: tuple[int, ...] = ()
+    ) -> "ScheduledItem":
+        """The next `num_tokens` of the sequence as it is now."""
+        return cls(
+            sequence=sequence,
+            first=sequence.num_computed_tokens,
+            num_tokens=num_tokens,
+            num_output_tokens=sequence.num_tokens - sequence.num_prompt_tokens,
+            is_sampled=num_tokens == sequence.num_uncomputed_tokens,
+            is_pending=sequence.num_pending_tokens > 0,
+            seat=sequence.seat,
+            draft_token_ids=draft_token_ids,
+        )
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether one token at most is known beyond those in the cache, and computed."""
+        return self.num_tokens == 1 and self.is_sampled
 
     @property
     def num_slots(self) -> int:
         """Positions that are computed, drafts included."""
         return self.num_tokens + len(self.draft_token_ids)
-
-    @property
-    def is_sampled(self) -> bool:
-        """Whether these are the sequence's last known tokens, so that the next one is due."""
-        return self.num_tokens == self.sequence.num_uncomputed_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from zlib import crc32
 from gptoss_engine.config import EngineConfig
 from gptoss_engine.engine import Engine
 from gptoss_engine.model_config import ModelConfig, YarnRope
+from gptoss_engine.runner import Computed
 from gptoss_engine.sequence import ScheduledItem, ScheduledStep, Sequence, StepOutput
 from gptoss_engine.types import GenerationRequest, SamplingParams, TokenLogprob
 
@@ -102,6 +103,9 @@ class FakeRunner:
         self._full: list[int | None] = [None] * (self.num_pages * self.page_size)
         self._window: list[int | None] = [None] * (self.num_window_pages * self.page_size)
 
+    def launch(self, step: ScheduledStep) -> Computed:
+        return Computed(self.run(step))
+
     def run(self, step: ScheduledStep) -> StepOutput:
         self.on_run(step)
         for item in step.items:
@@ -119,7 +123,7 @@ class FakeRunner:
 
     def _store(self, item: ScheduledItem) -> None:
         sequence = item.sequence
-        first = sequence.num_computed_tokens
+        first = item.first
         known = sequence.token_ids[first : first + item.num_tokens]
         for position, token_id in enumerate([*known, *item.draft_token_ids], start=first):
             self._full[self._slot(sequence.page_tables.full, position)] = token_id
@@ -129,9 +133,8 @@ class FakeRunner:
         sequence = item.sequence
         tables = sequence.page_tables
         sampled: list[int] = []
-        for length in range(
-            len(sequence.token_ids), len(sequence.token_ids) + len(item.draft_token_ids) + 1
-        ):
+        end = item.first + item.num_slots
+        for length in range(end - len(item.draft_token_ids), end + 1):
             seen = range(max(0, length - self.sliding_window), length)
             full = [self._full[self._slot(tables.full, i)] for i in range(length)]
             window = [self._window[self._slot(tables.window, i)] for i in seen]
@@ -155,6 +158,8 @@ class FakeRunner:
 
 class GuessingDecoder:
     """Guesses up to `length` tokens ahead; about one guess in four is wrong."""
+
+    guesses = True
 
     def __init__(self, sliding_window: int, length: int = 3) -> None:
         self.sliding_window = sliding_window

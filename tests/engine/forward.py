@@ -31,7 +31,7 @@ def logits_of_all(
     made = sequence(token_ids)
     made.page_tables = PageTables(list(range(num_pages)), list(range(num_pages)))
     batch = Batch.build(
-        ScheduledStep((ScheduledItem(made, num_tokens),)),
+        ScheduledStep((ScheduledItem.of(made, num_tokens),)),
         page_size=PAGE_SIZE,
         vocab_size=config.vocab_size,
         device=weights.embedding.device,

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gptoss_engine.config import EngineConfig
-from gptoss_engine.runner import Runner, load_runner
+from gptoss_engine.runner import Computed, Runner, load_runner
 from gptoss_engine.sequence import ScheduledItem, ScheduledStep, Sequence, StepOutput
 from gptoss_engine.types import GenerationRequest, SamplingParams
 
@@ -43,17 +43,26 @@ class Stepper:
         self.window = list(range(runner.num_window_pages))
         for pages in (self.full, self.window):
             random.Random(0).shuffle(pages)
+        self._seats: dict[Sequence, int] = {}
 
-    def step(self, *items: ScheduledItem) -> StepOutput:
-        """Runs the items as they are; sampled tokens are appended, drafts are dropped."""
+    def launch(self, *items: ScheduledItem) -> Computed:
+        """The items as they are, pages and seats given to those that have none."""
         for item in items:
-            needed = -(-(item.sequence.num_computed_tokens + item.num_slots) // self.page_size)
+            needed = -(-(item.first + item.num_slots) // self.page_size)
             tables = item.sequence.page_tables
             while len(tables.full) < needed:
                 tables.full.append(self.full.pop())
             while len(tables.window) < needed:
                 tables.window.append(self.window.pop())
-        output = self.runner.run(ScheduledStep(items))
+        seated = (
+            item if item.seat >= 0 else replace(item, seat=self._seat(item.sequence))
+            for item in items
+        )
+        return self.runner.launch(ScheduledStep(tuple(seated)))
+
+    def step(self, *items: ScheduledItem) -> StepOutput:
+        """Runs the items as they are; sampled tokens are appended, drafts are dropped."""
+        output = self.launch(*items).result()
         for item, sampled in zip(items, output.token_ids, strict=True):
             item.sequence.num_computed_tokens += item.num_tokens
             item.sequence.token_ids += sampled[:1]
@@ -63,13 +72,16 @@ class Stepper:
     def advance(self, *sequences: Sequence, chunk: int = 10_000) -> StepOutput:
         """One step of all sequences: each computes at most `chunk` of what it has to."""
         return self.step(
-            *(ScheduledItem(s, min(chunk, s.num_uncomputed_tokens)) for s in sequences)
+            *(ScheduledItem.of(s, min(chunk, s.num_uncomputed_tokens)) for s in sequences)
         )
 
     def generate(self, *sequences: Sequence, num_tokens: int, chunk: int = 10_000) -> None:
         """Until every sequence has `num_tokens` output tokens."""
         while unfinished := [s for s in sequences if s.num_output_tokens < num_tokens]:
             self.advance(*unfinished, chunk=chunk)
+
+    def _seat(self, sequence: Sequence) -> int:
+        return self._seats.setdefault(sequence, len(self._seats))
 
     def _give_back(self, sequence: Sequence) -> None:
         first = sequence.num_computed_tokens - self.runner.model_config.sliding_window + 1

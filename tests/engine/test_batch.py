@@ -40,7 +40,9 @@ def test_a_chunk_a_whole_prompt_and_a_decode_lie_flat_one_after_another():
     chunk = sequence(list(range(20, 30)), num_computed_tokens=3, page_tables=tables([1, 6], [8, 0]))
     prompt = sequence([50, 51], page_tables=tables([4], [2]))
     last = decode()
-    batch = build(ScheduledItem(chunk, 4), ScheduledItem(prompt, 2), ScheduledItem(last, 1))
+    batch = build(
+        ScheduledItem.of(chunk, 4), ScheduledItem.of(prompt, 2), ScheduledItem.of(last, 1)
+    )
     assert batch.input_ids.tolist() == [23, 24, 25, 26, 50, 51, 42]
     assert batch.positions.tolist() == [3, 4, 5, 6, 0, 1, 11]
     assert batch.query_start.tolist() == [0, 4, 6, 7]
@@ -57,7 +59,7 @@ def test_a_chunk_a_whole_prompt_and_a_decode_lie_flat_one_after_another():
 def test_decodes_are_the_sequences_at_the_front_with_few_rows():
     def short(count: int) -> ScheduledItem:
         made = sequence(list(range(count)), page_tables=tables([0, 1, 2], [0, 1, 2]))
-        return ScheduledItem(made, count)
+        return ScheduledItem.of(made, count)
 
     one, eight, nine = short(1), short(8), short(9)
     assert build(one, eight, nine, one).decodes == Decodes(2, 9, 8)
@@ -66,11 +68,11 @@ def test_decodes_are_the_sequences_at_the_front_with_few_rows():
 
 
 def test_drafts_follow_the_known_tokens_and_are_all_sampled_after():
-    item = ScheduledItem(decode(SamplingParams(seed=5), seed=5), 1, draft_token_ids=())
+    item = ScheduledItem.of(decode(SamplingParams(seed=5), seed=5), 1, draft_token_ids=())
     assert build(item).sample_rows.tolist() == [0]
     made = decode(SamplingParams(), seed=5)
     made.page_tables = tables([7, 2, 5, 1], [-1, 3, 9, 0])
-    batch = build(ScheduledItem(made, 1, draft_token_ids=(60, 61)))
+    batch = build(ScheduledItem.of(made, 1, draft_token_ids=(60, 61)))
     assert batch.input_ids.tolist() == [42, 60, 61]
     assert batch.positions.tolist() == [11, 12, 13]
     assert batch.seq_lens.tolist() == [14]
@@ -79,11 +81,41 @@ def test_drafts_follow_the_known_tokens_and_are_all_sampled_after():
     assert batch.sampling.uniforms.tolist() == [uniform(5, index) for index in (2, 3, 4)]
 
 
+def test_an_item_is_a_snapshot_of_its_sequence():
+    made = decode(SamplingParams(seed=5, min_tokens=3), seed=5, stop=(7,))
+    item = ScheduledItem.of(made, 1)
+    made.num_computed_tokens, made.num_pending_tokens, made.seat = 12, 1, 3
+    made.token_ids += [43]
+    batch = build(item)
+    assert batch.input_ids.tolist() == [42]
+    assert (batch.positions.tolist(), batch.seq_lens.tolist()) == ([11], [12])
+    assert (batch.pending_rows.tolist(), batch.sample_seats.tolist()) == ([], [-1])
+    assert batch.sampling.masked_ids.tolist() == [7]
+    assert batch.sampling.uniforms.tolist() == [uniform(5, 2)]
+
+
+def test_a_pending_token_is_found_by_its_seat():
+    pending = decode(SamplingParams(seed=5, min_tokens=4), seed=5, stop=(7,))
+    pending.num_computed_tokens, pending.num_pending_tokens, pending.seat = 11, 1, 6
+    del pending.token_ids[-1]
+    prompt = sequence([50, 51], page_tables=tables([4], [2]), seat=2)
+    chunk = sequence([60, 61], page_tables=tables([8], [8]), seat=3)
+    batch = build(*(ScheduledItem.of(s, n) for s, n in ((prompt, 2), (pending, 1), (chunk, 1))))
+    assert batch.input_ids.tolist() == [50, 51, -1, 60]
+    assert batch.positions.tolist() == [0, 1, 11, 0]
+    assert batch.pending_rows.tolist() == [2]
+    assert batch.pending_seats.tolist() == [6]
+    assert batch.sample_rows.tolist() == [1, 2]
+    assert batch.sample_seats.tolist() == [2, 6]
+    assert batch.sampling.masked_rows.tolist() == [1]
+    assert batch.sampling.uniforms.tolist() == [uniform(5, 2)]
+
+
 def test_a_token_without_a_page_is_our_own_bug():
     made = decode()
     made.page_tables.window[2] = -1
     with pytest.raises(AssertionError, match="no page"):
-        build(ScheduledItem(made, 1))
+        build(ScheduledItem.of(made, 1))
 
 
 def test_greedy_rows_are_not_drawn_and_random_rows_keep_their_own_parameters():
@@ -93,7 +125,7 @@ def test_greedy_rows_are_not_drawn_and_random_rows_keep_their_own_parameters():
         decode(SamplingParams(temperature=1.5, top_p=0.9, min_p=0.1), seed=2**64 - 1),
         decode(SamplingParams(temperature=1e-6, top_p=0.5)),
     ]
-    sampling = build(*(ScheduledItem(made, 1) for made in sequences)).sampling
+    sampling = build(*(ScheduledItem.of(made, 1) for made in sequences)).sampling
     assert sampling.random_rows.tolist() == [1, 2]
     assert sampling.temperature.tolist() == [0.7, 1.5]
     assert sampling.top_k is not None
@@ -108,14 +140,14 @@ def test_greedy_rows_are_not_drawn_and_random_rows_keep_their_own_parameters():
 def test_what_no_row_asks_for_is_none():
     neutral = SamplingParams(top_k=-1, top_p=1.0, min_p=0.0)
     above = SamplingParams(top_k=1000)  # more than the vocabulary has
-    sampling = build(*(ScheduledItem(decode(params), 1) for params in (neutral, above))).sampling
+    sampling = build(*(ScheduledItem.of(decode(params), 1) for params in (neutral, above))).sampling
     assert (sampling.top_k, sampling.top_p, sampling.min_p) == (None, None, None)
 
 
 def test_stop_tokens_are_masked_until_min_tokens():
     early = decode(SamplingParams(min_tokens=3), stop=(7, 300))
     due = decode(SamplingParams(min_tokens=2), stop=(7,))
-    sampling = build(ScheduledItem(due, 1), ScheduledItem(early, 1)).sampling
+    sampling = build(ScheduledItem.of(due, 1), ScheduledItem.of(early, 1)).sampling
     assert sampling.masked_rows.tolist() == [1]
     assert sampling.masked_ids.tolist() == [7]  # 300 is outside this vocabulary
 

@@ -59,7 +59,7 @@ def logits_of(
     pieces = []
     with torch.inference_mode():
         for end in (*cuts, len(token_ids)):
-            item = ScheduledItem(made, end - made.num_computed_tokens)
+            item = ScheduledItem.of(made, end - made.num_computed_tokens)
             batch = Batch.build(
                 ScheduledStep((item,)),
                 page_size=PAGE_SIZE,

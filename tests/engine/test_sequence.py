@@ -37,14 +37,14 @@ def test_what_ends_a_generation() -> None:
 
 def test_the_next_token_is_due_with_the_last_known_one() -> None:
     sequence = make()
-    assert not ScheduledItem(sequence, 2).is_sampled
-    assert ScheduledItem(sequence, 3).is_sampled
+    assert not ScheduledItem.of(sequence, 2).is_sampled
+    assert ScheduledItem.of(sequence, 3).is_sampled
     sequence.num_computed_tokens = 3
     sequence.token_ids.append(8)
     assert (sequence.num_output_tokens, sequence.num_uncomputed_tokens) == (1, 1)
-    assert ScheduledItem(sequence, 1).is_sampled
+    assert ScheduledItem.of(sequence, 1).is_sampled
 
 
 def test_guesses_take_positions_too() -> None:
-    item = ScheduledItem(make(), 3, draft_token_ids=(8, 9))
+    item = ScheduledItem.of(make(), 3, draft_token_ids=(8, 9))
     assert (item.num_slots, item.is_sampled) == (5, True)

@@ -11,6 +11,12 @@ from gptoss_engine.sequence import Sequence
 
 
 class Decoder(Protocol):
+    @property
+    def guesses(self) -> bool:
+        """Whether `propose` may return anything. It must know all tokens before: so a step is not
+        scheduled while the one before runs."""
+        ...
+
     def propose(self, sequence: Sequence) -> tuple[int, ...]:
         """A guess at what follows the sequence's tokens, any length; the scheduler may cut it."""
         ...

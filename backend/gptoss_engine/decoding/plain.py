@@ -4,6 +4,8 @@ from gptoss_engine.sequence import Sequence
 
 
 class PlainDecoder:
+    guesses = False
+
     def propose(self, sequence: Sequence) -> tuple[int, ...]:  # noqa: ARG002
         return ()
 

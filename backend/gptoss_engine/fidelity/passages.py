@@ -83,7 +83,7 @@ def steps_of(sequences: Sequence[EngineSequence]) -> Iterator[ScheduledStep]:
     for sequence in sequences:
         left = len(sequence.token_ids)
         while left:
-            items.append(ScheduledItem(sequence, min(left, room)))
+            items.append(ScheduledItem.of(sequence, min(left, room)))
             left -= items[-1].num_tokens
             room -= items[-1].num_tokens
             if room == 0 or (left == 0 and sequence is sequences[-1]):
