@@ -1,6 +1,7 @@
 """A source's tensors into memory: a rank's part, in the forms that the weight mode says."""
 
 import logging
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import partial
@@ -12,6 +13,10 @@ from rich.filesize import decimal
 from torch import Tensor
 
 from gptoss_engine import shards
+from gptoss_engine.checkpoints.checkpoint import Checkpoint
+from gptoss_engine.checkpoints.file_loader import FileLoader, file_loader
+from gptoss_engine.checkpoints.generated import GeneratedCheckpoint
+from gptoss_engine.checkpoints.random_checkpoint import RandomCheckpoint
 from gptoss_engine.checkpoints.tensor_source import (
     EXPERTS,
     Form,
@@ -21,6 +26,7 @@ from gptoss_engine.checkpoints.tensor_source import (
     WeightMode,
     expert_to_fp8,
     expert_to_mxfp4,
+    reading,
     to_dense,
     to_fp8,
 )
@@ -52,23 +58,34 @@ def load_weights(
 ) -> Weights:
     """Reads the rank's part of every tensor into its place: no second copy of the model.
 
+    What the files hold as it will lie in memory is read there and no more is done to it. Random
+    weights for a GPU are made on it, and are other ones than a CPU's: see generated.py.
+
     dtype: of dense weights and their biases. Raises InvalidConfig where the source has no such
     weights, the memory is too small or the ranks do not divide the model; blocks that FP8
     cannot hold exactly are counted in a warning. Raises InvalidCheckpoint at a damaged tensor.
     """
     plan = _Plan(source, mode, dtype, rank)
     plan.check_memory(device)
+    started = time.monotonic()
     weights = plan.allocate(device)
-    inexact = _fill(source, [*plan.jobs(weights)])
+    made = source
+    if isinstance(source, RandomCheckpoint) and device.type != "cpu":
+        made = GeneratedCheckpoint(source, mode, device)
+    inexact = _fill(made, [*plan.jobs(weights)], device)
+    if isinstance(source, Checkpoint):
+        source.check_fp8(dict(weights.named()))
     if inexact:
         more = f" and {len(inexact) - MAX_NAMED} more" if len(inexact) > MAX_NAMED else ""
         log.warning(
             "%s: %d blocks of 128 x 128 are rounded, FP8 cannot hold them exactly: %s%s",
             *(source.label, len(inexact), ", ".join(inexact[:MAX_NAMED]), more),
         )
+    seconds = time.monotonic() - started
     log.info(
-        "weights of %s in mode %s: experts %s, %s in all",
+        "weights of %s in mode %s: experts %s, %s in all, in %.1f s: %s a second",
         *(source.label, mode, decimal(weights.expert_bytes), decimal(weights.num_bytes)),
+        *(seconds, decimal(int(weights.num_bytes / seconds))),
     )
     return weights
 
@@ -215,25 +232,25 @@ def _form(source: TensorSource, mode: WeightMode, name: str) -> Form:
     return "fp8"
 
 
-def _fill(source: TensorSource, jobs: list[_Job]) -> list[str]:
+def _fill(source: TensorSource, jobs: list[_Job], device: torch.device) -> list[str]:
     """Runs the jobs; the blocks of 128 x 128 that FP8 cannot hold exactly, by name."""
     inexact = []
-    with progress_bar() as progress, workers() as executor:
+    with progress_bar() as progress, file_loader(device) as files, workers() as executor:
         total = sum(num_bytes(job.destination) for job in jobs)
         bar = progress.add_task(f"loading {Path(source.label).name}", total=total)
-        loaded = in_order(executor, partial(_load, source), [(job,) for job in jobs])
-        for job, names in zip(jobs, loaded, strict=True):
-            inexact += names
+        loaded = in_order(executor, partial(_load, source, files), [(job,) for job in jobs])
+        for job, found in zip(jobs, loaded, strict=True):
+            if found is not None:
+                inexact.append((job, found))
             progress.advance(bar, num_bytes(job.destination))
-    return inexact
+    return _names(source, inexact)
 
 
-def _load(source: TensorSource, job: _Job) -> list[str]:
-    """One job, from the source into its place; the names of the blocks that are not exact."""
-    cuts = (job.rows,) if job.columns is None else (job.rows, job.columns)
-    whole = source.shapes[job.name][-len(cuts) :]
-    # Blocks are read whole, so that a part has the scales of the whole, and then cut.
-    read = [shards.covering(cut, size) for cut, size in zip(cuts, whole, strict=True)]
+def _load(source: TensorSource, files: FileLoader, job: _Job) -> Tensor | None:
+    """One job, from the source into its place; which of the blocks it read are not exact."""
+    if _is_read_as_it_lies(source, files, job):
+        return None
+    cuts, read = _cuts(job), _read(source, job)
     kept = tuple(
         slice(cut.start - cover.start, cut.stop - cover.start)
         for cut, cover in zip(cuts, read, strict=True)
@@ -251,30 +268,77 @@ def _load(source: TensorSource, job: _Job) -> list[str]:
     for tensor, place in zip(tensors(weight), tensors(job.destination), strict=True):
         assert tensor.shape == place.shape
         place.copy_(tensor)
-    first = [cover.start // BLOCK for cover in read]
-    return [
-        f"{job.name} of expert {job.expert} ({first[0] + row}, {first[1] + column})"
-        for row, column in inexact
+    return inexact
+
+
+def _is_read_as_it_lies(source: TensorSource, files: FileLoader, job: _Job) -> bool:
+    """Whether the files hold the job's elements as its place does; then they are read into it."""
+    if not isinstance(source, Checkpoint):
+        return False
+    extents = source.extents(job.name, job.expert, *_cuts(job))
+    places = tensors(job.destination)
+    if len(extents) != len(places):
+        return False
+    pairs = [
+        (piece, place)
+        for pieces, tensor in zip(extents, places, strict=True)
+        for piece, place in zip(pieces, tensor.split([p.shape[0] for p in pieces]), strict=True)
     ]
+    if any(
+        (place.dtype, place.shape) != (extent.dtype, extent.shape) or not place.is_contiguous()
+        for extent, place in pairs
+    ):
+        return False
+    with reading(source):
+        for extent, place in pairs:
+            files.load(extent, place)
+    return True
 
 
-def _converted(stored: Stored, job: _Job) -> tuple[Weight, list[list[int]]]:
-    """In the destination's form, and the blocks [row, column] that are then not exact."""
+def _cuts(job: _Job) -> tuple[slice, ...]:
+    return (job.rows,) if job.columns is None else (job.rows, job.columns)
+
+
+def _read(source: TensorSource, job: _Job) -> list[slice]:
+    """Blocks are read whole, so that a part has the scales of the whole, and then cut."""
+    cuts = _cuts(job)
+    whole = source.shapes[job.name][-len(cuts) :]
+    return [shards.covering(cut, size) for cut, size in zip(cuts, whole, strict=True)]
+
+
+def _names(source: TensorSource, inexact: list[tuple[_Job, Tensor]]) -> list[str]:
+    """Of the blocks, counted in the whole tensor. Asks a GPU once, when all is loaded."""
+    if not inexact:
+        return []
+    flat = torch.cat([blocks.flatten() for _, blocks in inexact]).cpu()
+    names = []
+    for (job, blocks), here in zip(
+        inexact, flat.split([blocks.numel() for _, blocks in inexact]), strict=True
+    ):
+        first = [cover.start // BLOCK for cover in _read(source, job)]
+        names += [
+            f"{job.name} of expert {job.expert} ({first[0] + row}, {first[1] + column})"
+            for row, column in here.view(blocks.shape).nonzero().tolist()
+        ]
+    return names
+
+
+def _converted(stored: Stored, job: _Job) -> tuple[Weight, Tensor | None]:
+    """In the destination's form, and of an expert the blocks that are then not exact (bool)."""
     match job.destination:
-        case Fp8Weight() if job.expert is None:
-            return to_fp8(stored), []
+        case Fp8Weight() if job.expert is None or isinstance(stored, Fp8Weight):
+            return to_fp8(stored), None
         case Fp8Weight():
-            weight, inexact = expert_to_fp8(stored)
-            return weight, inexact.nonzero().tolist()
+            return expert_to_fp8(stored)
         case Mxfp4Weight():
             assert isinstance(stored, Mxfp4Blocks)
             weight = expert_to_mxfp4(stored)
             least, largest = stored.scales.aminmax()
             if int(largest) - int(least) <= EXACT_SPREAD:
-                return weight, []
+                return weight, None
             _, inexact = mxfp4.widen(weight.blocks, weight.scales, weight.block_scale)
-            return weight, inexact.nonzero().tolist()
-    return to_dense(stored, job.destination.dtype), []
+            return weight, inexact
+    return to_dense(stored, job.destination.dtype), None
 
 
 def _on(device: torch.device, stored: Stored) -> Stored:

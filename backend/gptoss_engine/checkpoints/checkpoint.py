@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -23,7 +23,7 @@ from gptoss_engine.checkpoints.layouts import (
     scale_name,
     stored_tensors,
 )
-from gptoss_engine.checkpoints.tensor_files import INDEX_FILE
+from gptoss_engine.checkpoints.tensor_files import INDEX_FILE, Extent, read_extents
 from gptoss_engine.checkpoints.tensor_source import EXPERTS, Form, Mxfp4Blocks, Stored
 from gptoss_engine.model_config import InvalidCheckpoint, ModelConfig, quant_method, read_json
 from gptoss_kernels.fp8 import BLOCK
@@ -34,6 +34,7 @@ __all__ = ["Checkpoint", "InvalidCheckpoint", "Summary", "checkpoint_folder", "d
 
 MAX_NAMED = 8  # tensors that an error names of each fault
 ALL = slice(None)
+_FP8_FAULTS = ("an FP8 value that is not a number", "a scale that is not a positive number")
 ITEM_SIZES = {"BF16": 2, "F32": 4, "U8": 1, "F8_E4M3": 1}
 
 
@@ -53,6 +54,9 @@ class Checkpoint:
             raise InvalidCheckpoint(f"checkpoint folder {folder} does not exist")
         self.config = ModelConfig.from_folder(self.folder)
         self._files = _open_files(self.folder)
+        self._extents: dict[str, Extent] = {}
+        for path in _tensor_files(self.folder):
+            self._extents |= read_extents(path)
         self.layout: Layout = self._detect_layout()
         self._sources = stored_tensors(self.config, self.layout, self._dense())
         self._check_sizes()
@@ -134,17 +138,61 @@ class Checkpoint:
             case "fp8":
                 return self._read_fp8(names, matrix, expert, rows, columns)
 
+    def extents(
+        self,
+        name: str,
+        expert: int | None = None,
+        rows: slice = ALL,
+        columns: slice = ALL,
+    ) -> tuple[tuple[Extent, ...], ...]:
+        """Where the files hold what `read` returns, if as it then lies in memory; else ().
+
+        Of an FP8 weight its values and its scales, of any other tensor itself; each in pieces that
+        follow each other by rows.
+        """
+        source = self._sources[name]
+        matrix = source.shape if expert is None else source.shape[1:]
+        rows = _bounded(rows, matrix[0])
+        is_whole = _bounded(columns, matrix[-1]) == slice(0, matrix[-1]) or len(matrix) == 1
+        if source.kind == "rows" and is_whole:
+            return (tuple(self._extents[part].cut(cut) for part, cut in _cuts(source.parts, rows)),)
+        is_in_blocks = not rows.start % BLOCK and (not rows.stop % BLOCK or rows.stop == matrix[0])
+        if source.kind != "fp8" or not is_whole or not is_in_blocks:
+            return ()
+        values, scale = (self._extents[part] for part in source.parts)
+        if expert is not None:
+            values, scale = values[expert], scale[expert]
+        return (values.cut(rows),), (scale.cut(_in_units(rows, BLOCK, matrix[0])),)
+
+    def check_fp8(self, weights: Mapping[str, object]) -> None:
+        """Of the engine's tensors those that are FP8 in the files, on any device, all at once.
+
+        Raises InvalidCheckpoint where a scale, or a value, is not a number.
+        """
+        read = {
+            name: weight
+            for name, weight in weights.items()
+            if isinstance(weight, Fp8Weight) and self.form(name) == "fp8"
+        }
+        if not read:
+            return
+        faults = torch.stack([_fp8_faults(weight) for weight in read.values()]).tolist()
+        for name, found in zip(read, faults, strict=True):
+            self._check(self._sources[name].parts, found)
+
+    def _check(self, names: Iterable[str], faults: Iterable[object]) -> None:
+        for name, fault, is_there in zip(names, _FP8_FAULTS, faults, strict=True):
+            if is_there:
+                raise self._damaged(name, fault)
+
     def _slice(self, name: str) -> Any:
         return self._files[name].get_slice(name)
 
     def _read_rows(self, source: StoredTensor, rows: slice, columns: slice) -> Tensor:
-        pieces, first = [], 0
-        for name, (num_rows, *others) in source.parts.items():
-            start, stop = max(rows.start - first, 0), min(rows.stop - first, num_rows)
-            if start < stop:
-                part = self._slice(name)
-                pieces.append(part[start:stop, columns] if others else part[start:stop])
-            first += num_rows
+        pieces = []
+        for name, cut in _cuts(source.parts, rows):
+            part = self._slice(name)
+            pieces.append(part[cut] if len(source.shape) == 1 else part[cut, columns])
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _read_fp8(
@@ -159,11 +207,9 @@ class Checkpoint:
         blocks = tuple(_in_units(cut, BLOCK, size) for cut, size in zip(cuts, matrix, strict=True))
         first = () if expert is None else (expert,)
         values, scale = self._slice(names[0])[*first, *cuts], self._slice(names[1])[*first, *blocks]
-        if _has_nan(values):
-            raise self._damaged(names[0], "an FP8 value that is not a number")
-        if not bool(((scale > 0) & scale.isfinite()).all()):
-            raise self._damaged(names[1], "a scale that is not a positive number")
-        return Fp8Weight(values, scale)
+        weight = Fp8Weight(values, scale)
+        self._check(names, _fp8_faults(weight))
+        return weight
 
     def _check_mxfp4(self, name: str, scales: Tensor) -> None:
         if bool((scales == NAN_SCALE).any()):
@@ -224,17 +270,32 @@ class Checkpoint:
             raise InvalidCheckpoint(f"{self.folder} ({self.layout} layout): {sentence}")
 
 
-def _has_nan(values: Tensor) -> bool:
-    """e4m3 has two, 0x7f and 0xff. Looked for by two passes that copy nothing."""
-    return (
-        int(values.view(torch.int8).amax()) == 0x7F or int(values.view(torch.uint8).amax()) == 0xFF
-    )
+def _fp8_faults(weight: Fp8Weight) -> Tensor:
+    """Which of _FP8_FAULTS it has: bool [2], on its device.
+
+    e4m3 has two NaNs, 0x7f and 0xff. They are looked for by two passes that copy nothing.
+    """
+    values, scale = weight.values, weight.scale
+    has_nan = values.view(torch.int8).amax() == 0x7F
+    has_nan |= values.view(torch.uint8).amax() == 0xFF
+    return torch.stack((has_nan, ~((scale > 0) & scale.isfinite()).all()))
 
 
 def _bounded(cut: slice, size: int) -> slice:
     start, stop, step = cut.indices(size)
     assert step == 1
     return slice(start, stop)
+
+
+def _cuts(parts: Mapping[str, tuple[int, ...]], rows: slice) -> list[tuple[str, slice]]:
+    """Of parts that follow each other by rows: which hold some of `rows`, and which of theirs."""
+    found, first = [], 0
+    for name, (num_rows, *_) in parts.items():
+        start, stop = max(rows.start - first, 0), min(rows.stop - first, num_rows)
+        if start < stop:
+            found.append((name, slice(start, stop)))
+        first += num_rows
+    return found
 
 
 def _in_units(cut: slice, unit: int, size: int) -> slice:

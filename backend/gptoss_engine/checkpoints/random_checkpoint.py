@@ -35,7 +35,7 @@ from gptoss_kernels.mxfp4 import GROUP
 
 Like = Literal["20b", "120b", "tiny"]
 
-_WORDS = 2**16  # values of a random word, and entries of a table
+NUM_WORDS = 2**16  # values of a random word, and entries of a table
 _WORDS_AT_ONCE = 2**18  # half a megabyte fits a core's cache, and is long without the lock
 
 
@@ -140,6 +140,11 @@ class RandomCheckpoint:
         size = prod(self.shapes[name])
         return size // 2 + size // GROUP if _field(name) in EXPERTS else 2 * size
 
+    def normal(self, name: str) -> tuple[float, float]:
+        """Mean and deviation of the tensor's numbers."""
+        normal = _NORMALS[_field(name)]
+        return normal.mean, normal.deviation or normal.gain / sqrt(self.shapes[name][-1])
+
     def fingerprint(self) -> str:
         """Of a few of the numbers too: from another version the same label may be of others."""
         digest = hashlib.sha256(f"{self.label} {self.config.to_huggingface()}".encode())
@@ -162,14 +167,13 @@ class RandomCheckpoint:
         columns: slice = slice(None),
     ) -> Tensor | Mxfp4Blocks:
         """See TensorSource. Rows that are cut away cost nothing, columns are drawn and dropped."""
-        field, shape = _field(name), self.shapes[name]
-        assert (expert is None) == (field not in EXPERTS)
+        shape = self.shapes[name]
+        assert (expert is None) == (_field(name) not in EXPERTS)
         stream = f"{self.seed}/{name}"
-        normal = _NORMALS[field]
-        deviation = normal.deviation or normal.gain / sqrt(shape[-1])
+        mean, deviation = self.normal(name)
         if expert is not None:
             return _read_expert(f"{stream}/{expert}", shape[1:], deviation, rows, columns)
-        table = _bfloat16_table(normal.mean, deviation)
+        table = bfloat16_table(mean, deviation)
         numbers = _draw(stream, rows, (shape[0], prod(shape[1:])), table)
         numbers = _cut(numbers, columns).view(torch.bfloat16)
         return numbers if len(shape) > 1 else numbers[:, 0]
@@ -181,8 +185,8 @@ def _read_expert(
     num_rows, width = shape
     first, end, _ = columns.indices(width)
     groups = slice(first // GROUP, -(-end // GROUP))
-    blocks = _draw(f"{stream}/blocks", rows, (num_rows, width // 4), _value_table())
-    scales = _draw(f"{stream}/scales", rows, (num_rows, width // GROUP), _scale_table(deviation))
+    blocks = _draw(f"{stream}/blocks", rows, (num_rows, width // 4), value_table())
+    scales = _draw(f"{stream}/scales", rows, (num_rows, width // GROUP), scale_table(deviation))
     blocks = blocks.view(np.uint8).reshape(*scales.shape, GROUP // 2)
     return Mxfp4Blocks(_cut(blocks, groups), _cut(scales, groups))
 
@@ -245,7 +249,7 @@ def _draw(
 
 
 @lru_cache
-def _value_table() -> NDArray[np.uint16]:
+def value_table() -> NDArray[np.uint16]:
     """A word's two bytes each to two MXFP4 values: 6 bits choose both magnitudes, 2 the signs."""
     magnitudes = np.repeat(np.arange(8), _MAGNITUDE_COUNTS)
     byte = np.arange(256)
@@ -256,8 +260,8 @@ def _value_table() -> NDArray[np.uint16]:
 
 
 @lru_cache
-def _scale_table(deviation: float) -> NDArray[np.uint8]:
-    """Scale bytes with which the values of _value_table have this deviation.
+def scale_table(deviation: float) -> NDArray[np.uint8]:
+    """Scale bytes with which the values of value_table have this deviation.
 
     The high byte chooses from _EXPONENT_COUNTS; the low one adds 1 to so many that it comes true.
     """
@@ -273,15 +277,17 @@ def _scale_table(deviation: float) -> NDArray[np.uint8]:
 
 
 @lru_cache
-def _bfloat16_table(mean: float, deviation: float) -> NDArray[np.int16]:
+def bfloat16_table(mean: float, deviation: float) -> NDArray[np.int16]:
     """The bits of normally distributed bf16 numbers."""
-    numbers = torch.from_numpy(_quantiles()) * deviation + mean
+    numbers = torch.from_numpy(quantiles()) * deviation + mean
     return numbers.bfloat16().view(torch.int16).numpy()
 
 
 @lru_cache
-def _quantiles() -> NDArray[np.float64]:
+def quantiles() -> NDArray[np.float64]:
     """Of the standard normal distribution, the middles of 65,536 equal shares: up to 4.3."""
     normal = NormalDist()
-    upper = [normal.inv_cdf((_WORDS / 2 + index + 0.5) / _WORDS) for index in range(_WORDS // 2)]
+    upper = [
+        normal.inv_cdf((NUM_WORDS / 2 + index + 0.5) / NUM_WORDS) for index in range(NUM_WORDS // 2)
+    ]
     return np.array([-value for value in reversed(upper)] + upper)

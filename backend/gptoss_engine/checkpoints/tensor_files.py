@@ -1,6 +1,7 @@
 """Files of tensors, planned before any tensor is made: safetensors' format, written by ourselves.
 
-Its own writer wants all tensors of a file in memory at once.
+Its own writer wants all tensors of a file in memory at once. And where tensors lie in such files,
+for who reads them into memory of his own.
 """
 
 import hashlib
@@ -9,6 +10,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +26,45 @@ _DTYPES = {
     torch.uint8: "U8",
 }
 _ORDER = list(_DTYPES)
+_BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Elements in a file, from byte `offset` on, as they lie in memory."""
+
+    path: Path
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def cut(self, rows: slice) -> "Extent":
+        width = prod(self.shape[1:]) * self.dtype.itemsize
+        shape = (rows.stop - rows.start, *self.shape[1:])
+        return Extent(self.path, self.offset + rows.start * width, self.dtype, shape)
+
+    def __getitem__(self, index: int) -> "Extent":
+        one = self.cut(slice(index, index + 1))
+        return Extent(one.path, one.offset, one.dtype, one.shape[1:])
+
+
+def read_extents(path: Path) -> dict[str, Extent]:
+    """Of the tensors of a file that safetensors can open, by name; of the dtypes that we know."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    return {
+        name: Extent(
+            path, 8 + length + each["data_offsets"][0], _BY_NAME[each["dtype"]], (*each["shape"],)
+        )
+        for name, each in header.items()
+        if each["dtype"] in _BY_NAME
+    }
 
 
 @dataclass(frozen=True, slots=True)
