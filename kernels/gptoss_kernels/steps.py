@@ -15,7 +15,9 @@ from torch import Tensor
 from gptoss_kernels import contracts
 
 PENDING = -1  # for a token id: the one that the sequence's seat chose last
-NO_SEAT = -1  # of a sequence that is there to fill a batch: token 0 at position 0, stored nowhere
+# Of a sequence that is there to fill a batch: it is stored nowhere, and its token id, -1, is none,
+# so that its row is NaN and no expert is read for it.
+NO_SEAT = -1
 
 
 class Item(NamedTuple):

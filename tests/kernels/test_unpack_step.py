@@ -77,7 +77,7 @@ def random_case(
         row += num_rows
     for _ in range(num_fillers):
         items.append(Item(NO_SEAT, 0, row, 1, len(words)))
-        words.append(0)
+        words.append(PENDING)
         row += 1
     out = StepTensors.empty(row, len(items), width, "cpu")
     for each in out:
@@ -130,7 +130,8 @@ def test_sequences_that_fill_a_batch_are_stored_nowhere_and_keep_nothing() -> No
     before = copied(case)
     check(case)
     fillers = slice(2, 5)
-    assert case.out.input_ids[fillers].tolist() == case.out.positions[fillers].tolist() == [0] * 3
+    assert case.out.input_ids[fillers].tolist() == [-1] * 3
+    assert case.out.positions[fillers].tolist() == [0] * 3
     assert case.out.full_slots[fillers].tolist() == [-1] * 3
     assert case.out.window_slots[fillers].tolist() == [-1] * 3
     assert case.out.seq_lens[fillers].tolist() == [1] * 3

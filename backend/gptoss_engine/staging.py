@@ -1,0 +1,179 @@
+"""A step as the host sends it to a GPU: in one copy, and only what is not known there yet.
+
+The device keeps by seat the pages of the running sequences and the tokens that they chose last.
+`ops.unpack_step` makes of both what the forward pass reads.
+"""
+
+from array import array
+from collections.abc import Sequence as Arrays
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gptoss_engine.sequence import PageTables, ScheduledItem, ScheduledStep, Sequence
+from gptoss_kernels.steps import NO_SEAT, PENDING, Item
+
+ALIGNMENT = 16  # bytes: of each array, as kernels read it
+COPIES = 3  # of the memory that is sent: two steps may be under way while a third is written
+
+
+class Part(NamedTuple):
+    """Where one of the arrays that were sent lies."""
+
+    offset: int  # bytes
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+_TYPES = {np.dtype(name): getattr(torch, name) for name in ("int32", "int64", "float64")}
+
+
+class Staging:
+    """Memory on the device that one asynchronous copy a step fills from the host.
+
+    The same shapes lie at the same addresses, whatever a graph or another step read there: copies
+    and readers take turns on one stream. On a CPU the copy is made at once.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._host = [
+            torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._is_cuda)
+            for _ in range(COPIES)
+        ]
+        self._written = [each.numpy() for each in self._host]
+        # Until then a copy reads what the host may not write again.
+        self._copied = [torch.cuda.Event() for _ in range(COPIES)] if self._is_cuda else []
+        self._next = 0
+
+    def send(self, arrays: Arrays[np.ndarray]) -> tuple[Part, ...]:
+        """Enqueue the copy of contiguous arrays on the current stream."""
+        turn = self._next
+        self._next = (turn + 1) % COPIES
+        if self._is_cuda:
+            self._copied[turn].synchronize()
+        memory = self._written[turn]
+        parts = []
+        end = 0
+        for each in arrays:
+            offset = -(-end // ALIGNMENT) * ALIGNMENT
+            end = offset + each.nbytes
+            assert end <= len(memory), f"a step of more than {len(memory)} bytes"
+            memory[offset:end] = each.reshape(-1).view(np.uint8)
+            parts.append(Part(offset, each.shape, _TYPES[each.dtype]))
+        self._device[:end].copy_(self._host[turn][:end], non_blocking=True)
+        if self._is_cuda:
+            self._copied[turn].record()
+        return tuple(parts)
+
+    def tensor(self, part: Part) -> Tensor:
+        """What was sent there, on the device; another step will be."""
+        offset, shape, dtype = part
+        memory = self._device[offset : offset + prod(shape) * dtype.itemsize]
+        return memory.view(dtype).view(shape)
+
+
+class NewPages(NamedTuple):
+    """The pages that the device does not have: from a column of a sequence's table on."""
+
+    column: int
+    pages: list[int]
+
+
+class KnownPages:
+    """Which pages of which sequence the device has at each seat.
+
+    The first step of a sequence, or of its new start after it was preempted, finds nothing there.
+    """
+
+    def __init__(self, num_seats: int, page_size: int, sliding_window: int) -> None:
+        self._page_size = page_size
+        self._sliding_window = sliding_window
+        self._owner: list[PageTables | None] = [None] * num_seats
+        self._num_full = [0] * num_seats
+        self._num_window = [0] * num_seats
+
+    def forget(self, sequences: Arrays[Sequence]) -> None:
+        """Of sequences that lost their pages."""
+        for sequence in sequences:
+            if sequence.page_tables in self._owner:
+                self._owner[self._owner.index(sequence.page_tables)] = None
+
+    def add(self, item: ScheduledItem) -> tuple[NewPages, NewPages]:
+        """What the item brings in both page groups; from now on the device has it.
+
+        Of the window's group nothing that none of its tokens sees.
+        """
+        seat, tables = item.seat, item.sequence.page_tables
+        if self._owner[seat] is not tables or item.first == 0:
+            self._owner[seat] = tables
+            self._num_full[seat] = self._num_window[seat] = 0
+        column = self._num_full[seat]
+        self._num_full[seat] = len(tables.full)
+        full = NewPages(column, tables.full[column:])
+        column = self._num_window[seat]
+        self._num_window[seat] = len(tables.window)
+        first_seen = (item.first - self._sliding_window + 1) // self._page_size
+        column = max(column, first_seen)
+        window = NewPages(column, tables.window[column:])
+        last = (item.first + item.num_slots - 1) // self._page_size
+        assert last < len(tables.full), "a token has no page to be stored in"
+        assert last < len(tables.window), "a token has no page to be stored in"
+        assert -1 not in window.pages, "a token has no page to be stored in"
+        return full, window
+
+
+@dataclass(frozen=True, slots=True)
+class StagedStep:
+    """A step in the words of ops.unpack_step, num_rows rows together."""
+
+    items: tuple[Item, ...]
+    words: "array[int]"
+    num_rows: int
+
+    @classmethod
+    def build(cls, step: ScheduledStep, known: KnownPages) -> "StagedStep":
+        """From now on the device knows the pages of the step."""
+        known.forget(step.preempted)
+        items: list[Item] = []
+        words = array("i")
+        row = 0
+        for item in step.items:
+            first = len(words)
+            if item.is_pending:
+                assert item.num_slots == 1
+                words.append(PENDING)
+            else:
+                words.extend(item.sequence.token_ids[item.first : item.first + item.num_tokens])
+                words.extend(item.draft_token_ids)
+            full, window = known.add(item)
+            words.extend(full.pages)
+            words.extend(window.pages)
+            items.append(
+                Item(
+                    *(item.seat, item.first, row, item.num_slots, first),
+                    *(full.column, len(full.pages), window.column, len(window.pages)),
+                )
+            )
+            row += item.num_slots
+        return cls(tuple(items), words, row)
+
+    def filled(self, num_sequences: int, num_words: int) -> "StagedStep":
+        """As long as that, by sequences of one row that is none: they all read the last word."""
+        assert len(self.words) < num_words
+        spare = num_sequences - len(self.items)
+        fillers = (
+            Item(NO_SEAT, 0, self.num_rows + index, 1, num_words - 1) for index in range(spare)
+        )
+        words = self.words + array("i", [PENDING]) * (num_words - len(self.words))
+        return StagedStep((*self.items, *fillers), words, self.num_rows + spare)
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """items [B, 9] and words [W] int32."""
+        return np.array(self.items, dtype=np.int32), np.frombuffer(self.words, dtype=np.int32)
