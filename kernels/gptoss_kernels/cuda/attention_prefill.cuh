@@ -10,9 +10,9 @@
 //
 // Softmax is that of powers of two. A row's scores times `scale` are taken relative to a reference
 // (`offset` is the number that takes them there), so that powers are 2^HIGHEST at most. References
-// move only when a maximum has outgrown them, by SLACK more than it has to be, and then sums are
-// rescaled. They are integers, but where powers become e4m3: there the largest power when they move
-// is 2^(HIGHEST - SLACK), which is not rounded. The sink joins the sum at the end.
+// move only when a maximum has outgrown them by SLACK, and then sums are rescaled: the largest power
+// when they move is 2^(HIGHEST - SLACK), which is not rounded, but in full layers over bf16 the next
+// power of two below. The sink joins the sum at the end.
 //
 // IS_OPTIMISTIC: where nothing is masked, no maximum is looked for either. Powers are taken
 // relative to the reference as it is, and only if their sum comes out too large does the warp
@@ -46,7 +46,8 @@ constexpr int KEPT = FP8 && !HAS_WINDOW ? D / 2 : 0;  // sums of a thread
 constexpr int HIGHEST = 8;
 // log2 of how far a maximum may outgrow the one that a reference was taken from. Of e4m3 that costs
 // bits of small powers; but without maxima, 16 powers of 2^(HIGHEST - SLACK) must not seem too many.
-constexpr int SLACK = !FP8 ? 8 : IS_OPTIMISTIC ? 4 : 2;
+// In a window a row's largest power, which weighs the most, is to be the one that is not rounded.
+constexpr int SLACK = FP8 ? (IS_OPTIMISTIC ? 4 : 2) : IS_OPTIMISTIC ? 8 : 0;
 
 constexpr int ROWS = 64 * WARPGROUPS;
 constexpr int MATH_THREADS = 128 * WARPGROUPS;
@@ -441,7 +442,7 @@ struct Math {
             largest_of_row = fmaxf(largest_of_row, __shfl_xor_sync(ALL_LANES, largest_of_row, 1));
             largest_of_row = fmaxf(largest_of_row, __shfl_xor_sync(ALL_LANES, largest_of_row, 2));
             const float most = fmaf(largest_of_row, -scale[r], HIGHEST - SLACK);
-            const float lowered = fminf(offset[r], FP8 ? most : floorf(most));
+            const float lowered = fminf(offset[r], FP8 || HAS_WINDOW ? most : floorf(most));
             factor[r] = exp2_approx(lowered - offset[r]);
             offset[r] = lowered;
             total[r] *= factor[r];
