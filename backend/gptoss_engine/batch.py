@@ -1,6 +1,5 @@
 """ScheduledStep -> Batch: what one forward pass reads, flat over all sequences."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -8,10 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gptoss_engine.sampler import Sampling
 from gptoss_engine.sequence import ScheduledItem, ScheduledStep, Sequence
 from gptoss_kernels.ops import MAXIMUM_DECODE_QUERIES, Decodes
-
-GREEDY_TEMPERATURE = 1e-5  # below it logits / temperature overflows, and the largest wins anyway
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,64 +40,6 @@ class PageGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
-    """How the rows of logits become tokens: the R random_rows are drawn, the others are greedy.
-
-    temperature, top_p, min_p, uniforms [R] fp64, top_k [R] int64: as ops.sample takes them, None
-    where no row cuts. masked_rows, masked_ids [M]: entries of the logits that must not be chosen
-    yet. num_logprobs: for each of the S rows None, or how many of the most likely to report.
-    """
-
-    random_rows: Tensor
-    temperature: Tensor
-    top_k: Tensor | None
-    top_p: Tensor | None
-    min_p: Tensor | None
-    uniforms: Tensor
-    masked_rows: Tensor
-    masked_ids: Tensor
-    num_logprobs: tuple[int | None, ...]
-
-    @classmethod
-    def build(
-        cls, due: list[tuple[Sequence, int]], vocab_size: int, device: torch.device
-    ) -> "Sampling":
-        """due: for each row its sequence, and how many of the sequence's output tokens precede."""
-        random = [
-            (row, sequence, index)
-            for row, (sequence, index) in enumerate(due)
-            if sequence.sampling.temperature >= GREEDY_TEMPERATURE
-        ]
-        params = [sequence.sampling for _, sequence, _ in random]
-        masked = [
-            (row, token_id)
-            for row, (sequence, index) in enumerate(due)
-            if index < sequence.sampling.min_tokens
-            for token_id in sequence.stop_token_ids
-            if token_id < vocab_size
-        ]
-
-        def numbers(values: Iterable[float]) -> Tensor:
-            return torch.tensor(list(values), dtype=torch.float64, device=device)
-
-        def integers(values: Iterable[int]) -> Tensor:
-            return torch.tensor(list(values), dtype=torch.int64, device=device)
-
-        top_k = [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params]
-        return cls(
-            random_rows=integers(row for row, _, _ in random),
-            temperature=numbers(p.temperature for p in params),
-            top_k=integers(top_k) if any(k < vocab_size for k in top_k) else None,
-            top_p=numbers(p.top_p for p in params) if any(p.top_p < 1 for p in params) else None,
-            min_p=numbers(p.min_p for p in params) if any(p.min_p > 0 for p in params) else None,
-            uniforms=numbers(uniform(s.seed, index) for _, s, index in random),
-            masked_rows=integers(row for row, _ in masked),
-            masked_ids=integers(token_id for _, token_id in masked),
-            num_logprobs=tuple(sequence.sampling.logprobs for sequence, _ in due),
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class Batch:
     """One step's tokens, sequence after sequence.
 
@@ -108,7 +48,7 @@ class Batch:
     the front, with few rows each; query_start [B + 1] int32: where each sequence's rows begin;
     seq_lens [B] int32: tokens in the cache once the step is done; sample_rows [S] int64: the rows
     after which a token is due, a sequence's last token and its drafts; sample_seats [S] int64:
-    their sequences' seats; full, window: the two page groups.
+    their sequences' seats; sampling: how these rows become tokens; full, window: the page groups.
     """
 
     input_ids: Tensor
@@ -165,7 +105,7 @@ class Batch:
             seq_lens=_tensor(np.array([p.stop for p in positions], dtype=np.int32), device),
             sample_rows=_tensor(np.array(sample_rows, dtype=np.int64), device),
             sample_seats=_tensor(np.array(sample_seats, dtype=np.int64), device),
-            sampling=Sampling.build(due, vocab_size, device),
+            sampling=Sampling.build(due, vocab_size),
             full=PageGroup.build([t.full for t in tables], positions, page_size, device),
             window=PageGroup.build([t.window for t in tables], positions, page_size, device),
         )
@@ -175,23 +115,6 @@ def _decodes(num_queries: list[int]) -> Decodes:
     """Of sequences with so many rows each, as many at the front as may be called decodes."""
     few = list(takewhile(lambda count: count <= MAXIMUM_DECODE_QUERIES, num_queries))
     return Decodes(len(few), sum(few), max(few, default=0))
-
-
-def uniform(seed: int, index: int) -> float:
-    """A number in [0, 1) with 53 random bits that depends on (seed, index) and nothing else.
-
-    The index-th output of the SplitMix64 stream (Steele, Lea, Flood 2014) whose state is the mixed
-    seed: so an answer's randomness knows neither its batch, nor its device, nor a preemption.
-    """
-    return (_mix(_mix(seed) + (index + 1) * 0x9E3779B97F4A7C15) >> 11) * 2.0**-53
-
-
-def _mix(state: int) -> int:
-    mask = 2**64 - 1
-    state &= mask
-    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
-    return state ^ (state >> 31)
 
 
 def _positions(item: ScheduledItem) -> range:

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
-from torch import Tensor
 
-from gptoss_engine.batch import Batch, Sampling
+from gptoss_engine.batch import Batch
 from gptoss_engine.checkpoints.checkpoint import Checkpoint, checkpoint_folder
 from gptoss_engine.checkpoints.tensor_source import TensorSource, WeightMode
 from gptoss_engine.config import EngineConfig, InvalidConfig
@@ -16,8 +15,8 @@ from gptoss_engine.kv_cache import KVCache, PageCounts, max_model_len
 from gptoss_engine.loading import load_weights
 from gptoss_engine.model import GptOss, rope_table
 from gptoss_engine.model_config import ModelConfig
+from gptoss_engine.sampler import Sampler
 from gptoss_engine.sequence import ScheduledStep, StepOutput
-from gptoss_engine.types import TokenLogprob
 from gptoss_engine.weights import Weights
 from gptoss_kernels import ops as operators
 
@@ -61,6 +60,7 @@ class Runner:
         self._page_size = config.page_size
         self._device = weights.embedding.device
         self._ops = load_operators(config, self._device, weights.embedding.dtype, model_config)
+        self._sampler = Sampler(self._ops)
         table = rope_table(model_config, self.max_model_len, self._ops)
         self._model = GptOss(model_config, weights, table.to(self._device))
         self._cache = KVCache.allocate(
@@ -96,9 +96,10 @@ class Runner:
         batch.input_ids[batch.pending_rows] = self._last_token_ids[batch.pending_seats]
         hidden = self._model.forward(batch, self._cache, self._ops)
         logits = self._model.logits(hidden, batch.sample_rows, self._ops)
-        token_ids, logprobs = self._sample(logits, batch.sampling)
+        rows = batch.sampling.to(self._device)
+        token_ids = self._sampler.sample(logits, rows)
         self._last_token_ids[batch.sample_seats] = token_ids
-        chosen = token_ids.tolist()
+        chosen, logprobs = self._sampler.fetch(token_ids, logits, rows, batch.sampling).result()
         due = [1 + len(item.draft_token_ids) if item.is_sampled else 0 for item in step.items]
         ends = list(accumulate(due))
         return Computed(
@@ -112,46 +113,6 @@ class Runner:
                 ),
             )
         )
-
-    def _sample(
-        self, logits: Tensor, sampling: Sampling
-    ) -> tuple[Tensor, list[TokenLogprob | None]]:
-        # Log-probabilities are of what the model said, before anything is masked.
-        raw = logits
-        if len(sampling.masked_rows):
-            logits = logits.index_put(
-                (sampling.masked_rows, sampling.masked_ids), logits.new_tensor(float("-inf"))
-            )
-        rows = sampling.random_rows
-        token_ids = self._ops.greedy(logits) if len(rows) < len(logits) else rows.clone()
-        if len(rows):
-            token_ids[rows] = self._ops.sample(
-                logits if len(rows) == len(logits) else logits[rows],
-                sampling.temperature,
-                sampling.top_k,
-                sampling.top_p,
-                sampling.min_p,
-                sampling.uniforms,
-            )
-        return token_ids, self._logprobs(raw, token_ids, sampling.num_logprobs)
-
-    def _logprobs(
-        self, logits: Tensor, token_ids: Tensor, num_logprobs: tuple[int | None, ...]
-    ) -> list[TokenLogprob | None]:
-        entries: list[TokenLogprob | None] = [None] * len(num_logprobs)
-        wanted = [(row, count) for row, count in enumerate(num_logprobs) if count is not None]
-        if not wanted:
-            return entries
-        rows = torch.tensor([row for row, _ in wanted], device=logits.device)
-        most = min(max(count for _, count in wanted), logits.shape[1])
-        chosen, top_ids, top = self._ops.logprobs(logits[rows], token_ids[rows], most)
-        for (row, count), logprob, ids, values in zip(
-            wanted, chosen.tolist(), top_ids.tolist(), top.tolist(), strict=True
-        ):
-            entries[row] = TokenLogprob(
-                logprob, tuple(zip(ids[:count], values[:count], strict=True))
-            )
-        return entries
 
 
 def load_runner(config: EngineConfig) -> Runner:

@@ -21,9 +21,6 @@ class ComposedOperators:
     """ops.Operators over FP8 weights, in the kernels' dtype alone (bf16)."""
 
     rope_table = staticmethod(reference.rope_table)
-    sample = staticmethod(reference.sample)
-    greedy = staticmethod(reference.greedy)
-    logprobs = staticmethod(reference.logprobs)
 
     def __init__(
         self,
@@ -38,6 +35,8 @@ class ComposedOperators:
         self.rms_norm = common.rms_norm
         self.norm_route = common.norm_route
         self.select_rows = common.select_rows
+        self.sample = common.sample
+        self.logprobs = common.logprobs
 
     def linear(
         self,

@@ -25,6 +25,9 @@ GROUPS_OF_HEADS = (1, 2, 4, 8, 16)  # query heads that share a key-value head
 CACHE_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
 MAXIMUM_SEQUENCES = 4096
 MAXIMUM_DECODE_QUERIES = 8  # of one sequence; with more it is a prefill
+LEAST_TEMPERATURE = 1e-5  # below it logits / temperature overflows, and the largest wins anyway
+MAXIMUM_TOP = 20  # tokens whose log-probabilities are told beside the chosen one's
+LOGITS_DTYPES = (torch.bfloat16, torch.float32)
 
 
 class LibraryError(RuntimeError):
@@ -59,6 +62,27 @@ class Dispatched(NamedTuple):
     scale: Tensor
     expert_start: Tensor
     rows: Tensor
+
+
+class SamplingRows(NamedTuple):
+    """How each of the S rows of logits becomes a token, and what is told of it.
+
+    temperature fp64 [S], greedy below LEAST_TEMPERATURE; top_p, min_p fp64 [S], 1 and 0 cut
+    nothing; uniforms fp64 [S], in [0, 1); top_k int32 [S], cuts nothing if it is below 1, or not
+    below V; masked_start int32 [S + 1] and masked_ids int32 [M]: row r must not become one of
+    masked_ids[masked_start[r] : masked_start[r + 1]]; num_top int32 [S]: how many of the most
+    likely tokens are told with their log-probabilities, up to MAXIMUM_TOP, or -1 for none and not
+    the chosen one's either.
+    """
+
+    temperature: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    uniforms: Tensor
+    top_k: Tensor
+    masked_start: Tensor
+    masked_ids: Tensor
+    num_top: Tensor
 
 
 def empty_scale(rows: int, columns: int, device: torch.device | str, group: int = BLOCK) -> Tensor:
@@ -284,6 +308,50 @@ def check_rms_norm_inputs(hidden: Tensor, weight: Tensor, update: Tensor | None)
         check_row_matrix("update", update, hidden, "hidden")
 
 
+def check_select_inputs(
+    rows: Tensor, table: Tensor, rows_name: str = "rows", table_name: str = "hidden"
+) -> None:
+    """Of select_rows and embedding, but for the values of `rows`, which stay on the device."""
+    check_row_matrix(table_name, table, table)
+    if rows.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"{rows_name} must be torch.int64 or torch.int32, got {rows.dtype}")
+    check_type(rows_name, rows, rows.dtype, table, table_name)
+    if rows.dim() != 1:
+        raise ValueError(f"{rows_name} must have one dimension, got {list(rows.shape)}")
+    check_contiguous(rows_name, rows)
+
+
+def check_route_inputs(
+    hidden: Tensor, norm_weight: Tensor, weight: Tensor, bias: Tensor, num_chosen: int
+) -> None:
+    """Of norm_route."""
+    check_rms_norm_inputs(hidden, norm_weight, None)
+    check_type("weight", weight, torch.bfloat16, hidden, "hidden")
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[1]:
+        raise ValueError(f"weight must be [E, {hidden.shape[1]}], got {list(weight.shape)}")
+    check_num_experts(len(weight))
+    check_contiguous("weight", weight)
+    check_start("weight", weight)
+    check_type("bias", bias, torch.bfloat16, hidden, "hidden")
+    check_shape("bias", bias, (len(weight),))
+    check_contiguous("bias", bias)
+    if not 1 <= num_chosen <= len(weight):
+        raise ValueError(f"K must be 1 to {len(weight)}, the experts, got {num_chosen}")
+
+
+def check_routed(out: tuple[Tensor, Tensor, Tensor], hidden: Tensor, num_chosen: int) -> None:
+    """Room for what norm_route gives of checked inputs."""
+    normed, chosen, chosen_weights = out
+    check_output("normed", normed, torch.bfloat16, tuple(hidden.shape), hidden, "hidden")
+    for name, tensor, dtype in (
+        ("chosen", chosen, torch.int64),
+        ("chosen_weights", chosen_weights, torch.bfloat16),
+    ):
+        check_type(name, tensor, dtype, hidden, "hidden")
+        check_shape(name, tensor, (len(hidden), num_chosen))
+        check_contiguous(name, tensor)
+
+
 def check_dispatch_inputs(x: Tensor, chosen: Tensor, num_experts: int) -> None:
     """Of dispatch_fp8, but for the values of `chosen`, which stay on the device."""
     if x.dim() != 2 or chosen.dim() != 2 or x.shape[0] != chosen.shape[0]:
@@ -492,3 +560,27 @@ def check_decodes(decodes: Decodes, num_tokens: int, num_sequences: int) -> None
 def check_num_experts(count: int) -> None:
     if not 0 < count <= MAXIMUM_EXPERTS:
         raise ValueError(f"there must be 1 to {MAXIMUM_EXPERTS} experts, got {count}")
+
+
+def check_logits(logits: Tensor) -> None:
+    """Of sampling's kernels."""
+    if logits.dtype not in LOGITS_DTYPES:
+        names = " or ".join(map(str, LOGITS_DTYPES))
+        raise ValueError(f"logits must be {names}, got {logits.dtype}")
+    if logits.dim() != 2 or logits.shape[1] % 8 or not logits.shape[1]:
+        raise ValueError(f"logits must be [S, V], V a multiple of 8, got {list(logits.shape)}")
+    check_rows("logits", logits)
+
+
+def check_sampling_rows(rows: SamplingRows, logits: Tensor) -> None:
+    """Beside checked logits [S, V], but for the values, which stay on the device."""
+    num_rows = len(logits)
+    for name, tensor in rows._asdict().items():
+        is_real = name in ("temperature", "top_p", "min_p", "uniforms")
+        check_type(name, tensor, torch.float64 if is_real else torch.int32, logits, "logits")
+        if name == "masked_ids":
+            if tensor.dim() != 1:
+                raise ValueError(f"masked_ids must be [M], got {list(tensor.shape)}")
+        else:
+            check_shape(name, tensor, (num_rows + (name == "masked_start"),))
+        check_contiguous(name, tensor)

@@ -18,6 +18,7 @@ from gptoss_kernels.contracts import (
     Decodes,
     Dispatched,
     LibraryError,
+    SamplingRows,
 )
 from gptoss_kernels.fp8 import BLOCK, SWIGLU_GROUP, Fp8Weight
 from gptoss_kernels.mxfp4 import Mxfp4Weight
@@ -58,6 +59,7 @@ __all__ = [
     "LibraryError",
     "Mxfp4Weight",
     "Operators",
+    "SamplingRows",
     "load",
     "load_attention",
     "load_fp8",
@@ -111,7 +113,8 @@ class CommonOperators(Protocol):
     """What neither multiplies FP8 nor attends: one protocol, the reference's and ours for Hopper.
 
     All run on the current stream and tell the host nothing. What norm_route and rms_norm are given
-    as weights and bias, the launch just before must not write.
+    as weights and bias, the launch just before must not write. `sample` gives the same tokens,
+    whoever implements it.
     """
 
     def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor: ...
@@ -131,6 +134,12 @@ class CommonOperators(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
     def select_rows(self, hidden: Tensor, rows: Tensor) -> Tensor: ...
+
+    def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor: ...
+
+    def logprobs(
+        self, logits: Tensor, token_ids: Tensor, num_top: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 class Operators(CommonOperators, AttentionOperators, Protocol):
@@ -180,22 +189,6 @@ class Operators(CommonOperators, AttentionOperators, Protocol):
         swiglu_limit: float,
         residual: Tensor | None = None,
     ) -> Tensor: ...
-
-    def sample(
-        self,
-        logits: Tensor,
-        temperature: Tensor,
-        top_k: Tensor | None,
-        top_p: Tensor | None,
-        min_p: Tensor | None,
-        uniforms: Tensor,
-    ) -> Tensor: ...
-
-    def greedy(self, logits: Tensor) -> Tensor: ...
-
-    def logprobs(
-        self, logits: Tensor, token_ids: Tensor, num_top: int
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 class Fp8Operators(Protocol):

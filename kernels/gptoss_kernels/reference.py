@@ -19,7 +19,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gptoss_kernels.contracts import NO_DECODES, Decodes, Dispatched, check_decodes
+from gptoss_kernels.contracts import (
+    LEAST_TEMPERATURE,
+    MAXIMUM_TOP,
+    NO_DECODES,
+    Decodes,
+    Dispatched,
+    SamplingRows,
+    check_decodes,
+)
 from gptoss_kernels.fp8 import (
     BLOCK,
     E4M3,
@@ -34,7 +42,9 @@ from gptoss_kernels.mxfp4 import Mxfp4Weight
 VALUES_WIDENED = 2**19  # of an FP8 weight at a time: 4 MiB in fp64 stay in a CPU's cache
 QUERY_TILE = 256  # a tile of a window layer sees 127 keys more than it has queries
 MAX_SCORES = 2**24  # 64 MiB, weights in fp64 128 more: a long context gets fewer queries a tile
-LEAST_EXPONENT = -87.0  # exp(-87) is nearly the smallest normal fp32
+WEIGHT_BITS = 40  # of the likeliest token's weight
+# 2^x = 1 + x (0.693... + x (...)) to 9e-8 for |x| <= 1/2, the last coefficient first.
+EXP2 = (0.0013264727, 0.009671513, 0.055507336, 0.24022242, 0.693147)
 NUM_CANDIDATES = 1024  # most top_p sets are smaller; a larger one costs a full sort of its row
 LEAST_AMAX = 1e-10  # a group of smaller values still has a scale that is a normal number
 
@@ -618,83 +628,106 @@ def select_rows(hidden: Tensor, rows: Tensor) -> Tensor:
     return selected.masked_fill_(~is_row[:, None], math.nan)
 
 
-def greedy(logits: Tensor) -> Tensor:
-    """The most likely token of each row, the lowest id where several are: [S, V] -> [S] int64"""
-    return logits.argmax(dim=-1)
+def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """A token of each row: [S, V] -> [S] int64; -1 where the largest logit is no finite number
 
-
-def sample(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor | None,
-    top_p: Tensor | None,
-    min_p: Tensor | None,
-    uniforms: Tensor,
-) -> Tensor:
-    """The first token, in the order of ids, at which the kept probability exceeds uniform * all.
-
-    p = softmax(logits / temperature) is cut to the top_k most likely tokens, then to the fewest
-    that hold top_p of what is left, then to those of at least min_p times the largest; a token as
-    likely as the last one kept is kept too, and one below exp(-87) times the largest never is.
-    logits [S, V]; temperature, top_p, min_p, uniforms [S] fp64, temperature > 0, uniforms in
-    [0, 1); top_k [S] int64, V for all -> [S] int64.
+    Below LEAST_TEMPERATURE the largest logit's, the lowest id where several are. Else tokens have
+    token_weights: integers, so that no order of their sums matters. They are cut to the top_k
+    largest logits, then to the fewest of those that hold top_p of what is left, then to those of at
+    least min_p of the largest; a logit as large as the last one kept is kept too. The token is the
+    first, in the order of ids, at which the sum exceeds uniform * all, rounded down. A row's
+    masked_ids have logits of -inf.
     """
-    num_rows, vocab_size = logits.shape
-    assert temperature.shape == uniforms.shape == (num_rows,)
-    token_ids = uniforms.new_empty(num_rows, dtype=torch.int64)
+    assert len(logits) == len(rows.temperature)
+    starts = rows.masked_start.tolist()
+    columns = (rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.uniforms)
+    settings = zip(*(column.tolist() for column in columns), strict=True)
+    token_ids = []
     # Row by row: one row's temporaries stay in a CPU's cache, those of a batch do not.
-    for row in range(num_rows):
-        scaled = logits[row].float() / temperature[row].float()
-        scaled -= scaled.max()
-        # A smaller one would be subnormal: never drawn, and 20 times slower to compute.
-        probabilities = scaled.clamp(min=LEAST_EXPONENT).exp().where(scaled > LEAST_EXPONENT, 0)
-        limit = vocab_size if top_k is None else int(top_k[row])
-        mass = 1.0 if top_p is None else float(top_p[row])
-        if limit < vocab_size or mass < 1:
-            smallest = _smallest_kept(probabilities, limit, mass)
-            probabilities = probabilities.where(probabilities >= smallest, 0)
-        if min_p is not None:
-            probabilities = probabilities.where(probabilities >= min_p[row], 0)
-        cumulative = probabilities.cumsum(0, dtype=torch.float64)
-        assert cumulative[-1] > 0, "the logits are not numbers"
-        target = uniforms[row] * cumulative[-1]
-        token_ids[row] = torch.searchsorted(cumulative, target, right=True)
-    return token_ids
+    for row, (temperature, top_k, top_p, min_p, uniform) in enumerate(settings):
+        values = logits[row].float()
+        masked = rows.masked_ids[starts[row] : starts[row + 1]]
+        if len(masked):
+            values = values.index_fill(0, masked.long(), -math.inf)
+        if not values.max().isfinite():
+            token_ids.append(-1)
+        elif temperature < LEAST_TEMPERATURE:
+            token_ids.append(int(values.argmax()))
+        else:
+            weights = token_weights(values, temperature)
+            sums = _cut(weights, values, top_k, top_p, min_p).cumsum(0)
+            target = _product(uniform, int(sums[-1]))
+            token_ids.append(int(torch.searchsorted(sums, target, right=True)))
+    return torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
 
 
-def _smallest_kept(probabilities: Tensor, limit: int, mass: float) -> Tensor:
-    """The least of one row's probabilities that top_k, then top_p, keep."""
-    if limit < len(probabilities):
-        kept = probabilities.topk(limit).values
-        wanted = mass * kept.sum(dtype=torch.float64)
-    else:
-        kept = probabilities.topk(min(NUM_CANDIDATES, limit)).values
-        wanted = mass * probabilities.sum(dtype=torch.float64)
-        if kept.sum(dtype=torch.float64) < wanted:
-            kept = probabilities.sort(descending=True).values
-    last = torch.searchsorted(kept.cumsum(0, dtype=torch.float64), wanted)
-    return kept[last.clamp(max=len(kept) - 1)]
+def token_weights(values: Tensor, temperature: float) -> Tensor:
+    """2^40 exp((values - max) / temperature) to 2^-20 of itself, rounded down: fp32 [V] -> int64
 
-
-def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """log_softmax(logits) of the given tokens [R], and ids and values of the top ones [R, top].
-
-    logits [R, V]; token_ids [R]. The most likely come first; the lower id first where they tie.
+    By operations that all devices round alike, one at a time. So nothing is ever drawn that is less
+    likely than the likeliest by 2^-40.
     """
-    num_rows, vocab_size = logits.shape
-    assert token_ids.shape == (num_rows,)
-    assert 0 <= num_top <= vocab_size
+    rate = torch.tensor(math.log2(math.e) / temperature, dtype=torch.float32)
+    exponent = ((values - values.max()) * rate).clamp_(min=-48)  # where the weight is 0
+    whole = exponent.round()
+    x = exponent.sub_(whole)
+    power = torch.zeros_like(x)
+    for coefficient in EXP2:
+        power.add_(coefficient).mul_(x)
+    # 2^x + 2: of its bits the last stands for 2^-22.
+    mantissa = power.add_(3).view(torch.int32).sub_(0x40000000).long()
+    return mantissa << WEIGHT_BITS - 22 >> -whole.long()
+
+
+def _cut(weights: Tensor, values: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """Weights of one row [V], 0 for what top_k, then top_p, then min_p do not keep."""
+    if 0 < top_k < len(values):
+        weights = weights.where(values >= values.topk(top_k).values[-1], 0)
+    if top_p < 1:
+        weights = weights.where(values >= _smallest_kept(weights, values, top_p), 0)
+    if min_p > 0:
+        weights = weights.where(weights >= math.ceil(min_p * 2**WEIGHT_BITS), 0)
+    return weights
+
+
+def _smallest_kept(weights: Tensor, values: Tensor, top_p: float) -> Tensor:
+    """The least of the largest values that hold top_p of the weights."""
+    wanted = -_product(-top_p, int(weights.sum()))  # rounded up
+    ids = values.topk(min(NUM_CANDIDATES, len(values))).indices
+    if weights[ids].sum() < wanted:
+        ids = values.argsort(descending=True)
+    return values[ids[torch.searchsorted(weights[ids].cumsum(0), wanted)]]
+
+
+def _product(share: float, total: int) -> int:
+    """share * total, rounded down; of the share's fraction 53 bits count."""
+    return int(share * 2**53) * total >> 53
+
+
+def logprobs(logits: Tensor, token_ids: Tensor, num_top: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """log_softmax(logits) of the given tokens, and ids and values of each row's num_top likeliest
+
+    The most likely come first; the lower id first where they tie. logits [S, V], token_ids [S];
+    num_top int32 [S], from 0 to MAXIMUM_TOP, or -1 for a row of which nothing is told -> fp32 [S],
+    int32 [S, MAXIMUM_TOP], fp32 [S, MAXIMUM_TOP]. What is not told is anything, and NaN that of
+    token -1.
+    """
+    num_rows = len(logits)
+    assert token_ids.shape == num_top.shape == (num_rows,)
     chosen = logits.new_empty(num_rows, dtype=torch.float32)
-    top_ids = token_ids.new_empty(num_rows, num_top)
-    top = logits.new_empty(num_rows, num_top, dtype=torch.float32)
-    for row in range(num_rows):
+    top_ids = logits.new_empty(num_rows, MAXIMUM_TOP, dtype=torch.int32)
+    top = logits.new_empty(num_rows, MAXIMUM_TOP, dtype=torch.float32)
+    for row, (token_id, count) in enumerate(zip(token_ids.tolist(), num_top.tolist(), strict=True)):
+        if count < 0:
+            continue
         values = logits[row].float()
         normaliser = values.logsumexp(0)
-        chosen[row] = values[token_ids[row]] - normaliser
-        if num_top:
+        chosen[row] = values[token_id] - normaliser if token_id >= 0 else math.nan
+        if count:
             # topk does not say which of equal values it takes: ask for all that tie with the last.
-            candidates = (values >= values.topk(num_top).values[-1]).nonzero().squeeze(1)
+            candidates = (values >= values.topk(count).values[-1]).nonzero().squeeze(1)
             order = values[candidates].argsort(descending=True, stable=True)
-            top_ids[row] = candidates[order[:num_top]]
-            top[row] = values[top_ids[row]] - normaliser
+            ids = candidates[order[:count]]
+            top_ids[row, :count] = ids
+            top[row, :count] = values[ids] - normaliser
     return chosen, top_ids, top

@@ -8,8 +8,11 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from gptoss_engine.config import EngineConfig
 from gptoss_engine.runner import Computed, Runner, load_runner
+from gptoss_engine.sampler import uniforms
 from gptoss_engine.sequence import ScheduledItem, ScheduledStep, Sequence, StepOutput
 from gptoss_engine.types import GenerationRequest, SamplingParams
 
@@ -33,6 +36,12 @@ def sequence(
     for name, value in fields.items():
         setattr(made, name, value)
     return made
+
+
+def uniforms_of(seed: int, *indices: int) -> list[float]:
+    """What the tokens with these numbers of an answer are drawn by."""
+    states = np.array([seed] * len(indices), dtype=np.uint64)
+    return uniforms(states, np.array(indices, dtype=np.uint64)).tolist()
 
 
 class Stepper:

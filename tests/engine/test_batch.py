@@ -1,13 +1,12 @@
-import numpy as np
 import pytest
 import torch
 
-from gptoss_engine.batch import Batch, uniform
+from gptoss_engine.batch import Batch
 from gptoss_engine.sequence import PageTables, ScheduledItem, ScheduledStep, Sequence
 from gptoss_engine.types import SamplingParams
 from gptoss_kernels.ops import Decodes
 
-from .stepping import GREEDY, sequence
+from .stepping import GREEDY, sequence, uniforms_of
 
 CPU = torch.device("cpu")
 
@@ -78,7 +77,7 @@ def test_drafts_follow_the_known_tokens_and_are_all_sampled_after():
     assert batch.seq_lens.tolist() == [14]
     assert batch.sample_rows.tolist() == [0, 1, 2]
     assert batch.full.slot_mapping.tolist() == [23, 4, 5]
-    assert batch.sampling.uniforms.tolist() == [uniform(5, index) for index in (2, 3, 4)]
+    assert batch.sampling.uniforms.tolist() == uniforms_of(5, 2, 3, 4)
 
 
 def test_an_item_is_a_snapshot_of_its_sequence():
@@ -91,7 +90,7 @@ def test_an_item_is_a_snapshot_of_its_sequence():
     assert (batch.positions.tolist(), batch.seq_lens.tolist()) == ([11], [12])
     assert (batch.pending_rows.tolist(), batch.sample_seats.tolist()) == ([], [-1])
     assert batch.sampling.masked_ids.tolist() == [7]
-    assert batch.sampling.uniforms.tolist() == [uniform(5, 2)]
+    assert batch.sampling.uniforms.tolist() == uniforms_of(5, 2)
 
 
 def test_a_pending_token_is_found_by_its_seat():
@@ -107,8 +106,8 @@ def test_a_pending_token_is_found_by_its_seat():
     assert batch.pending_seats.tolist() == [6]
     assert batch.sample_rows.tolist() == [1, 2]
     assert batch.sample_seats.tolist() == [2, 6]
-    assert batch.sampling.masked_rows.tolist() == [1]
-    assert batch.sampling.uniforms.tolist() == [uniform(5, 2)]
+    assert batch.sampling.masked_start.tolist() == [0, 0, 1]
+    assert batch.sampling.uniforms.tolist() == [*uniforms_of(0, 0), *uniforms_of(5, 2)]
 
 
 def test_a_token_without_a_page_is_our_own_bug():
@@ -116,56 +115,3 @@ def test_a_token_without_a_page_is_our_own_bug():
     made.page_tables.window[2] = -1
     with pytest.raises(AssertionError, match="no page"):
         build(ScheduledItem.of(made, 1))
-
-
-def test_greedy_rows_are_not_drawn_and_random_rows_keep_their_own_parameters():
-    sequences = [
-        decode(SamplingParams(temperature=0.0)),
-        decode(SamplingParams(temperature=0.7, top_k=5), seed=1),
-        decode(SamplingParams(temperature=1.5, top_p=0.9, min_p=0.1), seed=2**64 - 1),
-        decode(SamplingParams(temperature=1e-6, top_p=0.5)),
-    ]
-    sampling = build(*(ScheduledItem.of(made, 1) for made in sequences)).sampling
-    assert sampling.random_rows.tolist() == [1, 2]
-    assert sampling.temperature.tolist() == [0.7, 1.5]
-    assert sampling.top_k is not None
-    assert sampling.top_k.tolist() == [5, 100]
-    assert sampling.top_p is not None
-    assert sampling.top_p.tolist() == [1.0, 0.9]
-    assert sampling.min_p is not None
-    assert sampling.min_p.tolist() == [0.0, 0.1]
-    assert sampling.uniforms.tolist() == [uniform(1, 2), uniform(2**64 - 1, 2)]
-
-
-def test_what_no_row_asks_for_is_none():
-    neutral = SamplingParams(top_k=-1, top_p=1.0, min_p=0.0)
-    above = SamplingParams(top_k=1000)  # more than the vocabulary has
-    sampling = build(*(ScheduledItem.of(decode(params), 1) for params in (neutral, above))).sampling
-    assert (sampling.top_k, sampling.top_p, sampling.min_p) == (None, None, None)
-
-
-def test_stop_tokens_are_masked_until_min_tokens():
-    early = decode(SamplingParams(min_tokens=3), stop=(7, 300))
-    due = decode(SamplingParams(min_tokens=2), stop=(7,))
-    sampling = build(ScheduledItem.of(due, 1), ScheduledItem.of(early, 1)).sampling
-    assert sampling.masked_rows.tolist() == [1]
-    assert sampling.masked_ids.tolist() == [7]  # 300 is outside this vocabulary
-
-
-def test_uniform_is_a_published_stream():
-    # SplitMix64 of state 0 begins with these three outputs (Java's SplittableRandom has the same).
-    stream = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
-    assert [uniform(0, index) for index in range(3)] == [(x >> 11) / 2**53 for x in stream]
-
-
-def test_uniform_is_even_and_uncorrelated_over_indices_and_seeds():
-    values = np.array([[uniform(seed, index) for index in range(200)] for seed in range(200)])
-    assert values.min() >= 0
-    assert values.max() < 1
-    counts = np.histogram(values, bins=20, range=(0, 1))[0]
-    # 40,000 draws in 20 bins: chi-squared with 19 degrees of freedom, 43.8 at p = 0.001.
-    assert ((counts - 2000) ** 2 / 2000).sum() < 43.8
-    flat = values - 0.5
-    for neighbour in (flat[:, 1:] * flat[:, :-1], flat[1:] * flat[:-1]):
-        # The mean of n products has a standard deviation of 1 / (12 sqrt(n)).
-        assert abs(neighbour.mean()) < 4 / (12 * neighbour.size**0.5)

@@ -1,42 +1,34 @@
-"""Choosing tokens: the reference operators `sample`, `greedy` and `logprobs`.
+"""Choosing tokens: the reference operators `sample` and `logprobs`.
 
 Sampling inverts a cumulative distribution, so an even grid of uniforms must give every token as
 often as it is likely, to within one: no statistics, and every wrong set of kept tokens shows.
 """
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from gptoss_kernels import reference
+from gptoss_kernels.contracts import MAXIMUM_TOP
+
+from .sampling_cases import sampling_rows
 
 GRID = 1000
 
 
-def frequencies(
-    logits: list[float],
-    *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-) -> list[float]:
+def drawn(logits: list[float], uniforms: Tensor, **settings: Any) -> Tensor:
+    """The token of each of the uniforms."""
+    rows = sampling_rows(len(uniforms), uniforms=uniforms, **settings)
+    return reference.sample(torch.tensor(logits).expand(len(uniforms), -1), rows)
+
+
+def frequencies(logits: list[float], **settings: Any) -> list[float]:
     """How often each token is drawn over the grid."""
-
-    def repeated(value: float | None, dtype: torch.dtype) -> Tensor | None:
-        return None if value is None else torch.full((GRID,), value, dtype=dtype)
-
     uniforms = (torch.arange(GRID, dtype=torch.float64) + 0.5) / GRID
-    token_ids = reference.sample(
-        torch.tensor(logits).expand(GRID, -1),
-        torch.full((GRID,), temperature, dtype=torch.float64),
-        repeated(top_k, torch.int64),
-        repeated(top_p, torch.float64),
-        repeated(min_p, torch.float64),
-        uniforms,
-    )
+    token_ids = drawn(logits, uniforms, **settings)
     return (torch.bincount(token_ids, minlength=len(logits)) / GRID).tolist()
 
 
@@ -52,11 +44,24 @@ def test_every_token_is_drawn_as_often_as_it_is_likely():
     assert frequencies(LOGITS) == approx(P)
 
 
+def test_weights_are_those_of_a_softmax():
+    values = torch.randn(20000, generator=torch.Generator().manual_seed(0)) * 6
+    for temperature in (0.3, 1.0, 7.0):
+        weights = reference.token_weights(values, temperature)
+        exact = torch.exp((values - values.max()).double() / temperature) * 2**40
+        assert (weights - exact).abs().max() <= 2**20
+        large = exact > 2**24
+        assert ((weights - exact).abs() / exact)[large].max() < 2**-20
+        assert weights.max() == 2**40
+        assert weights[exact < 0.99].sum() == 0
+        assert weights.sum() / exact.sum() == pytest.approx(1, abs=2**-22)
+
+
 def test_what_is_next_to_impossible_is_never_drawn():
-    one = torch.ones(1, dtype=torch.float64)
-    for logit, token_id in ((-86.0, 0), (-88.0, 1)):
-        logits = torch.tensor([[logit, 0.0]])
-        assert reference.sample(logits, one, None, None, None, 0 * one).item() == token_id
+    none = torch.zeros(1, dtype=torch.float64)
+    assert drawn([-27.7, 0.0], none).item() == 0
+    assert drawn([-27.8, 0.0], none).item() == 1  # less than 2^-40 times as likely
+    assert drawn([-1e30, 0.0], none).item() == 1
 
 
 def test_temperature_sharpens_and_flattens():
@@ -65,19 +70,22 @@ def test_temperature_sharpens_and_flattens():
         expected = [power / sum(powers) for power in powers]
         assert frequencies(LOGITS, temperature=temperature) == approx(expected)
     assert frequencies(LOGITS, temperature=1e-5) == [0, 1, 0, 0]
+    assert frequencies(LOGITS, temperature=0.9e-5, top_p=0.1) == [0, 1, 0, 0]  # greedy
 
 
 def test_top_k_keeps_the_most_likely():
     assert frequencies(LOGITS, top_k=1) == [0, 1, 0, 0]
     assert frequencies(LOGITS, top_k=3) == approx([0, 4 / 9, 2 / 9, 3 / 9])
-    assert frequencies(LOGITS, top_k=4) == approx(P)
+    for everything in (-1, 0, 4, 5):
+        assert frequencies(LOGITS, top_k=everything) == approx(P)
 
 
 def test_top_p_keeps_the_fewest_that_hold_it():
     assert frequencies(LOGITS, top_p=0.39) == [0, 1, 0, 0]
     assert frequencies(LOGITS, top_p=0.41) == approx([0, 4 / 7, 0, 3 / 7])
     assert frequencies(LOGITS, top_p=0.75) == approx([0, 4 / 9, 2 / 9, 3 / 9])
-    assert frequencies(LOGITS, top_p=1e-9) == [0, 1, 0, 0]
+    for least in (1e-9, 1e-300):
+        assert frequencies(LOGITS, top_p=least) == [0, 1, 0, 0]
 
 
 def test_min_p_is_relative_to_the_most_likely():
@@ -97,10 +105,19 @@ def test_the_cuts_follow_temperature_and_each_other():
 def test_tokens_as_likely_as_the_last_one_kept_are_kept():
     logits = [math.log(p) for p in (0.2, 0.4, 0.2, 0.2)]
     assert frequencies(logits, top_k=2) == approx([0.2, 0.4, 0.2, 0.2])
+    assert frequencies(logits, top_p=0.5) == approx([0.2, 0.4, 0.2, 0.2])
+    # What top_k keeps is all that top_p's share is of: 0.4 of the three that tie and the first.
+    assert frequencies(logits, top_k=2, top_p=0.39) == [0, 1, 0, 0]
+    assert frequencies([0.0, -0.0, -1.0], top_k=1) == approx([0.5, 0.5, 0])
 
 
 def test_masked_tokens_are_never_drawn():
     assert frequencies([LOGITS[0], -math.inf, *LOGITS[2:]]) == approx([1 / 6, 0, 2 / 6, 3 / 6])
+    logits = torch.tensor([LOGITS]).expand(4, -1)
+    for temperature, wanted in ((0.0, [1, 3, 1, 2]), (1e-3, [1, 3, 1, 2])):
+        rows = sampling_rows(4, temperature=temperature, masked=[[], [1], [0, 2], [3, 1]])
+        assert reference.sample(logits, rows).tolist() == wanted
+    assert logits.tolist()[0] == torch.tensor(LOGITS).tolist()
 
 
 @pytest.mark.parametrize("spread", [0.1, 3.0], ids=["flat", "peaked"])
@@ -114,48 +131,48 @@ def test_top_p_over_a_large_vocabulary_keeps_the_exact_set(spread: float):
     assert (count > reference.NUM_CANDIDATES) == (spread == 0.1)
     kept = set(ranked.indices[:count].tolist())
     uniforms = torch.rand(500, generator=generator, dtype=torch.float64)
-    token_ids = reference.sample(
-        logits.expand(500, -1),
-        torch.ones(500, dtype=torch.float64),
-        None,
-        torch.full((500,), 0.9, dtype=torch.float64),
-        None,
-        uniforms,
-    )
+    token_ids = drawn(logits.tolist(), uniforms, top_p=0.9)
     in_order = probabilities.where(probabilities >= ranked.values[count - 1], 0).cumsum(0)
     expected = torch.searchsorted(in_order, uniforms * in_order[-1], right=True)
     assert set(token_ids.tolist()) <= kept
-    # fp32 probabilities move a border by 1e-7: none of 500 draws lies so near to one.
+    # Weights move a border by some 1e-8 of all: none of 500 draws lies so near to one.
     assert torch.equal(token_ids, expected)
 
 
 def test_the_extreme_uniforms_stay_inside():
-    logits = torch.tensor([[-math.inf, 0.0, 0.0, -math.inf]]).expand(2, -1)
     uniforms = torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)
-    ones = torch.ones(2, dtype=torch.float64)
-    assert reference.sample(logits, ones, None, None, None, uniforms).tolist() == [1, 2]
+    assert drawn([-math.inf, 0.0, 0.0, -math.inf], uniforms).tolist() == [1, 2]
+    # A sum of 2^57 and more, of which a float of 64 bits has not all bits.
+    assert drawn([1.0] * 200_001, uniforms).tolist() == [0, 200_000]
 
 
 def test_rows_are_independent():
-    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(1))
-    temperature = torch.tensor([0.3, 1.0, 2.0, 1.0], dtype=torch.float64)
-    top_k = torch.tensor([50, 3, 50, 10])
-    top_p = torch.tensor([0.5, 1.0, 0.9, 1.0], dtype=torch.float64)
-    min_p = torch.tensor([0.0, 0.0, 0.1, 0.0], dtype=torch.float64)
-    uniforms = torch.tensor([0.2, 0.9, 0.5, 0.7], dtype=torch.float64)
-    arguments = (logits, temperature, top_k, top_p, min_p, uniforms)
-    together = reference.sample(*arguments).tolist()
-    alone = [
-        reference.sample(*(argument[row : row + 1] for argument in arguments)).item()
-        for row in range(4)
-    ]
-    assert together == alone
+    logits = torch.randn(5, 50, generator=torch.Generator().manual_seed(1))
+    rows = sampling_rows(
+        5,
+        temperature=[0.3, 1.0, 2.0, 1.0, 0.0],
+        top_k=[50, 3, 50, 10, 0],
+        top_p=[0.5, 1.0, 0.9, 1.0, 1.0],
+        min_p=[0.0, 0.0, 0.1, 0.0, 0.0],
+        uniforms=[0.2, 0.9, 0.5, 0.7, 0.0],
+    )
+    together = reference.sample(logits, rows).tolist()
+    for row, token_id in enumerate(together):
+        own = [column[row : row + 1] for column in rows]
+        alone = rows._replace(**dict(zip(rows._fields, own, strict=True)))
+        alone = alone._replace(masked_start=rows.masked_start[:2], masked_ids=rows.masked_ids)
+        assert reference.sample(logits[row : row + 1], alone).tolist() == [token_id]
 
 
-def test_logits_that_are_not_numbers_are_not_sampled_from():
-    one = torch.ones(1, dtype=torch.float64)
-    with pytest.raises(AssertionError, match="not numbers"):
-        reference.sample(torch.tensor([[0.0, math.nan]]), one, None, None, None, 0 * one)
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_logits_that_are_not_numbers_give_no_token(value: float, temperature: float):
+    logits = torch.tensor([[0.0, value], [0.0, 1.0], [value, value]])
+    rows = sampling_rows(3, temperature=temperature, uniforms=0.9)
+    first = 0 if value == -math.inf else -1
+    assert reference.sample(logits, rows).tolist() == [first, 1, -1]
+    masked = sampling_rows(1, temperature=temperature, masked=[[0, 1]])
+    assert reference.sample(logits[1:2], masked).tolist() == [-1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -163,19 +180,28 @@ def test_greedy_lets_the_lowest_id_win_a_tie(dtype: torch.dtype):
     logits = torch.zeros(3, 201088, dtype=dtype)
     logits[0, [7, 100, 201087]] = 2.0
     logits[1, [201086, 201087]] = 1.0
-    assert reference.greedy(logits).tolist() == [7, 201086, 0]
+    rows = sampling_rows(3, temperature=0.0)
+    assert reference.sample(logits, rows).tolist() == [7, 201086, 0]
+
+
+def integers(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
 
 
 def test_logprobs():
-    logits = torch.tensor([LOGITS, LOGITS])
-    chosen, top_ids, top = reference.logprobs(logits, torch.tensor([2, 1]), 3)
-    assert chosen.tolist() == pytest.approx([math.log(0.2), math.log(0.4)], abs=1e-6)
-    assert top_ids.tolist() == [[1, 3, 2]] * 2
-    assert top[0].tolist() == pytest.approx([math.log(p) for p in (0.4, 0.3, 0.2)], abs=1e-6)
-    assert reference.logprobs(logits, torch.tensor([2, 1]), 0)[1].shape == (2, 0)
+    logits = torch.tensor([LOGITS] * 4)
+    token_ids = torch.tensor([2, 1, 0, -1])
+    chosen, top_ids, top = reference.logprobs(logits, token_ids, integers(3, 0, -1, 1))
+    assert chosen[:2].tolist() == pytest.approx([math.log(0.2), math.log(0.4)], abs=1e-6)
+    assert chosen[3].isnan()
+    assert (chosen.shape, top_ids.shape, top.shape) == ((4,), (4, MAXIMUM_TOP), (4, MAXIMUM_TOP))
+    assert top_ids[0, :3].tolist() == [1, 3, 2]
+    assert top[0, :3].tolist() == pytest.approx([math.log(p) for p in (0.4, 0.3, 0.2)], abs=1e-6)
+    assert top_ids[3, :1].tolist() == [1]
 
 
 def test_logprobs_order_ties_by_id():
     logits = torch.zeros(1, 5000)
     logits[0, 4000] = 1.0
-    assert reference.logprobs(logits, torch.tensor([0]), 4)[1].tolist() == [[4000, 0, 1, 2]]
+    _, top_ids, _ = reference.logprobs(logits, torch.tensor([0]), integers(4))
+    assert top_ids[0, :4].tolist() == [4000, 0, 1, 2]

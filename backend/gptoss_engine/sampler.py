@@ -1,0 +1,140 @@
+"""How rows of logits become tokens: what each row asks for, and what comes back to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gptoss_engine.sequence import Sequence
+from gptoss_engine.types import TokenLogprob
+from gptoss_kernels.ops import Operators, SamplingRows
+
+
+class Sampling(NamedTuple):
+    """ops.SamplingRows of a step's S rows, on the host."""
+
+    temperature: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
+    uniforms: np.ndarray
+    top_k: np.ndarray
+    masked_start: np.ndarray
+    masked_ids: np.ndarray
+    num_top: np.ndarray
+
+    @classmethod
+    def build(cls, due: Rows[tuple[Sequence, int]], vocab_size: int) -> Sampling:
+        """due: for each row its sequence, and how many of the sequence's output tokens precede."""
+        params = [sequence.sampling for sequence, _ in due]
+        seeds = np.array([sequence.seed for sequence, _ in due], dtype=np.uint64)
+        indices = np.array([index for _, index in due], dtype=np.uint64)
+        masked = [
+            [token_id for token_id in sequence.stop_token_ids if token_id < vocab_size]
+            if index < sequence.sampling.min_tokens
+            else ()
+            for sequence, index in due
+        ]
+        told = (-1 if p.logprobs is None else min(p.logprobs, vocab_size) for p in params)
+        return cls(
+            temperature=np.array([p.temperature for p in params], dtype=np.float64),
+            top_p=np.array([p.top_p for p in params], dtype=np.float64),
+            min_p=np.array([p.min_p for p in params], dtype=np.float64),
+            uniforms=uniforms(seeds, indices),
+            top_k=np.array([p.top_k for p in params], dtype=np.int32),
+            masked_start=np.cumsum([0, *map(len, masked)], dtype=np.int32),
+            masked_ids=np.array([each for ids in masked for each in ids], dtype=np.int32),
+            num_top=np.array([*told], dtype=np.int32),
+        )
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.temperature)
+
+    @property
+    def is_told(self) -> bool:
+        """Whether a row asks for log-probabilities."""
+        return bool((self.num_top >= 0).any())
+
+    def to(self, device: torch.device) -> SamplingRows:
+        return SamplingRows(*(torch.from_numpy(array).to(device) for array in self))
+
+
+class Sampled:
+    """The tokens of a step's rows, as soon as they are on the host."""
+
+    def __init__(
+        self, parts: tuple[Tensor, ...], num_top: np.ndarray, event: torch.cuda.Event | None
+    ) -> None:
+        self._parts = parts
+        self._num_top = num_top
+        self._event = event
+
+    def result(self) -> tuple[list[int], list[TokenLogprob | None]]:
+        """The tokens, and what was asked to be told of them; waits until the device is so far.
+
+        RuntimeError if a row had no token because its logits were not numbers.
+        """
+        if self._event is not None:
+            self._event.synchronize()
+        token_ids, *told = (part.tolist() for part in self._parts)
+        if -1 in token_ids:
+            raise RuntimeError("the model's logits are not numbers")
+        if not told:
+            return token_ids, [None] * len(token_ids)
+        return token_ids, [
+            TokenLogprob(logprob, tuple(zip(ids[:count], values[:count], strict=True)))
+            if count >= 0
+            else None
+            for count, logprob, ids, values in zip(self._num_top.tolist(), *told, strict=True)
+        ]
+
+
+class Sampler:
+    """Chooses a step's tokens on the device, and sends them to the host while that goes on."""
+
+    def __init__(self, ops: Operators) -> None:
+        self._ops = ops
+
+    def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        """[S, V] -> int64 [S]; nothing but one operator, so that it can stand in a CUDA graph."""
+        return self._ops.sample(logits, rows)
+
+    def fetch(
+        self, token_ids: Tensor, logits: Tensor, rows: SamplingRows, sampling: Sampling
+    ) -> Sampled:
+        """Enqueues what brings to the host what was chosen of `logits`, and waits for nothing.
+
+        Log-probabilities are of what the model said, before anything is masked. Rows beyond those
+        of `sampling`, which fill a batch, are left out.
+        """
+        count = sampling.num_rows
+        parts = (token_ids[:count],)
+        if sampling.is_told:
+            parts += self._ops.logprobs(logits[:count], *parts, rows.num_top[:count])
+        # Into pinned memory, which PyTorch keeps for the next steps.
+        parts = tuple(part.to("cpu", non_blocking=True) for part in parts)
+        if logits.device.type != "cuda":
+            return Sampled(parts, sampling.num_top, None)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(logits.device))
+        return Sampled(parts, sampling.num_top, event)
+
+
+def uniforms(seeds: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    """Numbers in [0, 1) with 53 random bits, each of (seed, index) and nothing else: uint64 -> fp64
+
+    The index-th output of the SplitMix64 stream (Steele, Lea, Flood 2014) whose state is the mixed
+    seed: so an answer's randomness knows neither its batch, nor its device, nor a preemption.
+    """
+    state = _mix(seeds) + (indices + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    return (_mix(state) >> np.uint64(11)) * 2.0**-53
+
+
+def _mix(state: np.ndarray) -> np.ndarray:
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
