@@ -39,30 +39,39 @@ class PageGroup:
         return cls(_tensor(padded, device), _tensor(slot_mapping, device))
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """One step's tokens, sequence after sequence.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What one forward pass reads: one step's tokens, sequence after sequence.
 
-    input_ids, positions [T] int64; pending_rows, pending_seats [K] int64: the rows whose input, -1
-    until it is put there, was chosen by the step before, and its seat; decodes: the sequences at
-    the front, with few rows each; query_start [B + 1] int32: where each sequence's rows begin;
-    seq_lens [B] int32: tokens in the cache once the step is done; sample_rows [S] int64: the rows
-    after which a token is due, a sequence's last token and its drafts; sample_seats [S] int64:
-    their sequences' seats; sampling: how these rows become tokens; full, window: the page groups.
+    input_ids, positions [T] int64; decodes: the sequences at the front, with few rows each;
+    query_start [B + 1] int32: where each sequence's rows begin; seq_lens [B] int32: tokens in the
+    cache once the step is done; full, window: the page groups.
     """
 
     input_ids: Tensor
     positions: Tensor
-    pending_rows: Tensor
-    pending_seats: Tensor
     decodes: Decodes
     query_start: Tensor
     seq_lens: Tensor
+    full: PageGroup
+    window: PageGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch(Inputs):
+    """A step as a CPU builds it: the plain twin of what device_steps.py sends to a GPU.
+
+    pending_rows, pending_seats [K] int64: the rows whose input, -1 until it is put there, was
+    chosen by the step before, and its seat; sample_rows [S] int64: the rows after which a token is
+    due, a sequence's last token and its drafts; sample_seats [S] int64: their sequences' seats;
+    sampling: how these rows become tokens.
+    """
+
+    pending_rows: Tensor
+    pending_seats: Tensor
     sample_rows: Tensor
     sample_seats: Tensor
     sampling: Sampling
-    full: PageGroup
-    window: PageGroup
 
     @classmethod
     def build(
@@ -100,7 +109,7 @@ class Batch:
             ),
             pending_rows=_tensor(np.array([row for row, _ in pending], dtype=np.int64), device),
             pending_seats=_tensor(np.array([seat for _, seat in pending], dtype=np.int64), device),
-            decodes=_decodes([len(each) for each in positions]),
+            decodes=leading_decodes([len(each) for each in positions]),
             query_start=_tensor(query_start, device),
             seq_lens=_tensor(np.array([p.stop for p in positions], dtype=np.int32), device),
             sample_rows=_tensor(np.array(sample_rows, dtype=np.int64), device),
@@ -111,7 +120,7 @@ class Batch:
         )
 
 
-def _decodes(num_queries: list[int]) -> Decodes:
+def leading_decodes(num_queries: list[int]) -> Decodes:
     """Of sequences with so many rows each, as many at the front as may be called decodes."""
     few = list(takewhile(lambda count: count <= MAXIMUM_DECODE_QUERIES, num_queries))
     return Decodes(len(few), sum(few), max(few, default=0))

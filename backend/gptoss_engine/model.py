@@ -7,7 +7,7 @@ given to the product that is added to it, so that one kernel can do both.
 
 from torch import Tensor
 
-from gptoss_engine.batch import Batch, PageGroup
+from gptoss_engine.batch import Inputs, PageGroup
 from gptoss_engine.kv_cache import KVCache
 from gptoss_engine.model_config import ModelConfig
 from gptoss_engine.weights import LayerWeights, Weights
@@ -36,7 +36,7 @@ class GptOss:
         self.weights = weights
         self.rope_table = rope_table
 
-    def forward(self, batch: Batch, cache: KVCache, ops: Operators) -> Tensor:
+    def forward(self, batch: Inputs, cache: KVCache, ops: Operators) -> Tensor:
         """The residual stream after the last layer: [T, H]. Fills the cache's slots."""
         hidden = ops.embedding(batch.input_ids, self.weights.embedding)
         for index, layer in enumerate(self.weights.layers):
@@ -55,7 +55,7 @@ class GptOss:
         hidden: Tensor,
         index: int,
         layer: LayerWeights,
-        batch: Batch,
+        batch: Inputs,
         cache: KVCache,
         ops: Operators,
     ) -> Tensor:

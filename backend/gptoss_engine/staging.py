@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gptoss_engine.sequence import PageTables, ScheduledItem, ScheduledStep, Sequence
-from gptoss_kernels.steps import NO_SEAT, PENDING, Item
+from gptoss_kernels.ops import NO_SEAT, PENDING, StepItem
 
 ALIGNMENT = 16  # bytes: of each array, as kernels read it
 COPIES = 3  # of the memory that is sent: two steps may be under way while a third is written
@@ -132,7 +132,7 @@ class KnownPages:
 class StagedStep:
     """A step in the words of ops.unpack_step, num_rows rows together."""
 
-    items: tuple[Item, ...]
+    items: tuple[StepItem, ...]
     words: "array[int]"
     num_rows: int
 
@@ -140,7 +140,7 @@ class StagedStep:
     def build(cls, step: ScheduledStep, known: KnownPages) -> "StagedStep":
         """From now on the device knows the pages of the step."""
         known.forget(step.preempted)
-        items: list[Item] = []
+        items: list[StepItem] = []
         words = array("i")
         row = 0
         for item in step.items:
@@ -155,7 +155,7 @@ class StagedStep:
             words.extend(full.pages)
             words.extend(window.pages)
             items.append(
-                Item(
+                StepItem(
                     *(item.seat, item.first, row, item.num_slots, first),
                     *(full.column, len(full.pages), window.column, len(window.pages)),
                 )
@@ -168,7 +168,7 @@ class StagedStep:
         assert len(self.words) < num_words
         spare = num_sequences - len(self.items)
         fillers = (
-            Item(NO_SEAT, 0, self.num_rows + index, 1, num_words - 1) for index in range(spare)
+            StepItem(NO_SEAT, 0, self.num_rows + index, 1, num_words - 1) for index in range(spare)
         )
         words = self.words + array("i", [PENDING]) * (num_words - len(self.words))
         return StagedStep((*self.items, *fillers), words, self.num_rows + spare)

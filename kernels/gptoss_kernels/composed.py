@@ -37,6 +37,7 @@ class ComposedOperators:
         self.select_rows = common.select_rows
         self.sample = common.sample
         self.logprobs = common.logprobs
+        self.unpack_step = common.unpack_step
 
     def linear(
         self,

@@ -22,6 +22,7 @@ from gptoss_kernels.contracts import (
 )
 from gptoss_kernels.fp8 import BLOCK, SWIGLU_GROUP, Fp8Weight
 from gptoss_kernels.mxfp4 import Mxfp4Weight
+from gptoss_kernels.steps import NO_SEAT, PENDING, StepItem, StepTensors
 
 Gemm = Literal["cuda", "triton", "deepgemm", "reference"]
 GEMMS = get_args(Gemm)
@@ -48,7 +49,9 @@ __all__ = [
     "GROUPS_OF_HEADS",
     "HEAD_DIM",
     "MAXIMUM_DECODE_QUERIES",
+    "NO_SEAT",
     "PAGE_SIZES",
+    "PENDING",
     "Attention",
     "AttentionOperators",
     "CommonOperators",
@@ -59,9 +62,12 @@ __all__ = [
     "LibraryError",
     "Mxfp4Weight",
     "Operators",
+    "StepItem",
+    "StepTensors",
     "SamplingRows",
     "load",
     "load_attention",
+    "load_common",
     "load_fp8",
 ]
 
@@ -140,6 +146,19 @@ class CommonOperators(Protocol):
     def logprobs(
         self, logits: Tensor, token_ids: Tensor, num_top: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def unpack_step(
+        self,
+        items: Tensor,
+        words: Tensor,
+        last_token_ids: Tensor,
+        full_by_seat: Tensor,
+        window_by_seat: Tensor,
+        out: StepTensors,
+        *,
+        page_size: int,
+        window: int,
+    ) -> None: ...
 
 
 class Operators(CommonOperators, AttentionOperators, Protocol):
@@ -288,10 +307,17 @@ def load_attention(attention: Attention) -> AttentionOperators:
     return importlib.import_module(_MODULES[attention])  # pyright: ignore[reportReturnType]
 
 
+def load_common(name: Literal["cuda", "reference"]) -> CommonOperators:
+    """The operators beside those; only "reference" runs without a Hopper GPU."""
+    if name == "reference":
+        return reference
+    return importlib.import_module(_MODULES[name])  # pyright: ignore[reportReturnType]
+
+
 def load(gemm: Gemm = "reference", attention: Attention = "reference") -> Operators:
     """The operators of the model: products of FP8 weights and what feeds them by `gemm`.
 
-    LibraryError, in words, if a library that they need is not there.
+    All others are ours for Hopper where either is, and else the reference's. LibraryError, in words, if a library that they need is not there.
     """
     if gemm == attention == "reference":
         return reference
@@ -302,4 +328,5 @@ def load(gemm: Gemm = "reference", attention: Attention = "reference") -> Operat
         library = getattr(implementation, "library", None)
         if library is not None:
             library()
-    return ComposedOperators(*implementations)
+    common = load_common("cuda" if "cuda" in (gemm, attention) else "reference")
+    return ComposedOperators(*implementations, common)

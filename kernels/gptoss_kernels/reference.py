@@ -38,6 +38,7 @@ from gptoss_kernels.fp8 import (
     widen_values,
 )
 from gptoss_kernels.mxfp4 import Mxfp4Weight
+from gptoss_kernels.steps import unpack_step as unpack_step
 
 VALUES_WIDENED = 2**19  # of an FP8 weight at a time: 4 MiB in fp64 stay in a CPU's cache
 QUERY_TILE = 256  # a tile of a window layer sees 127 keys more than it has queries

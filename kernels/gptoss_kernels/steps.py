@@ -20,7 +20,7 @@ PENDING = -1  # for a token id: the one that the sequence's seat chose last
 NO_SEAT = -1
 
 
-class Item(NamedTuple):
+class StepItem(NamedTuple):
     """One sequence of a step, as a row of int32.
 
     seat: where its pages and its last token are kept; NO_SEAT for none. position: of its first row,
@@ -115,19 +115,19 @@ def unpack_step(
     page_size: int,
     window: int,
 ) -> None:
-    """Fills `out` with the step that `items` [B, 9] and `words` [W], both int32, describe (Item).
+    """Fills `out` with the step that `items` [B, 9] and `words` [W], int32, describe: see StepItem.
 
     full_by_seat, window_by_seat [seats, P] int32: each seat's pages so far; the step's are added.
     last_token_ids [seats or more] int64: what each seat chose last. A sequence's table gets the
     columns up to its last token, in the window's group from the first that its first row sees on.
     Without a seat all of its pages are page 0, nothing is stored and nothing kept. Values are not
-    checked: rows, pages and words lie where Item says, within the tensors.
+    checked: rows, pages and words lie where StepItem says, within the tensors.
     """
     check(items, words, last_token_ids, full_by_seat, window_by_seat, out)
     num_seats = len(full_by_seat)
     numbers = words.tolist()
     for index, row in enumerate(items.tolist()):
-        item = Item(*row)
+        item = StepItem(*row)
         has_seat = 0 <= item.seat < num_seats
         pages_at = item.words + item.num_rows
         new_full = numbers[pages_at:][: item.num_full_pages]
@@ -169,7 +169,7 @@ def check(
     out: StepTensors,
 ) -> None:
     """All that unpack_step demands but values, which stay on the device."""
-    num_fields = len(Item._fields)
+    num_fields = len(StepItem._fields)
     if items.dim() != 2 or items.shape[1] != num_fields or not len(items):
         raise ValueError(f"items must be [B, {num_fields}], B at least 1, got {list(items.shape)}")
     if full_by_seat.dim() != 2:

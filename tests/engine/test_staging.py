@@ -22,7 +22,7 @@ from gptoss_engine.sequence import (
     StepOutput,
 )
 from gptoss_engine.staging import COPIES, KnownPages, StagedStep, Staging
-from gptoss_kernels.steps import PENDING, Item, StepTensors, unpack_step
+from gptoss_kernels.steps import PENDING, StepItem, StepTensors, unpack_step
 
 from .stepping import GREEDY, sequence
 
@@ -162,28 +162,28 @@ def test_only_new_pages_are_sent_and_of_the_window_only_what_is_seen() -> None:
     made = seated(2, 30, [5, 6, 7, 8, 9], [1, 2, 3, 4, 0])
     made.num_computed_tokens = 0
     items, words = built_with(known, ScheduledItem.of(made, 20))
-    assert items == [Item(2, 0, 0, 20, 0, 0, 5, 0, 5)]
+    assert items == [StepItem(2, 0, 0, 20, 0, 0, 5, 0, 5)]
     assert words == [*made.token_ids[:20], 5, 6, 7, 8, 9, 1, 2, 3, 4, 0]
     made.num_computed_tokens = 20
     made.page_tables.full += [10, 11, 12]
     made.page_tables.window[:] = [-1, -1, 3, 4, 0, 9, 8, 7]
     items, words = built_with(known, ScheduledItem.of(made, 9))
-    assert items == [Item(2, 20, 0, 9, 0, 5, 3, 5, 3)]
+    assert items == [StepItem(2, 20, 0, 9, 0, 5, 3, 5, 3)]
     assert words == [*made.token_ids[20:29], 10, 11, 12, 9, 8, 7]
     made.num_computed_tokens = 29
     assert built_with(known, ScheduledItem.of(made, 1)) == (
-        [Item(2, 29, 0, 1, 0, 8, 0, 8, 0)],
+        [StepItem(2, 29, 0, 1, 0, 8, 0, 8, 0)],
         [made.token_ids[29]],
     )
     # The first step of a sequence whose keys are all there already: what nobody sees is not sent.
     other = seated(1, 30, [*range(8)], [-1, -1, -1, -1, -1, 5, 6, 7])
     other.num_computed_tokens = 29
     items, words = built_with(known, ScheduledItem.of(other, 1))
-    assert items == [Item(1, 29, 0, 1, 0, 0, 8, 5, 3)]
+    assert items == [StepItem(1, 29, 0, 1, 0, 0, 8, 5, 3)]
     assert words == [other.token_ids[29], *range(8), 5, 6, 7]
 
 
-def built_with(known: KnownPages, *items: ScheduledItem) -> tuple[list[Item], list[int]]:
+def built_with(known: KnownPages, *items: ScheduledItem) -> tuple[list[StepItem], list[int]]:
     staged = StagedStep.build(ScheduledStep(items), known)
     return [*staged.items], [*staged.words]
 
@@ -196,7 +196,7 @@ def test_who_lost_its_pages_and_finds_the_same_seat_brings_all_of_them() -> None
     made.num_computed_tokens = 5  # as after a hit of a prefix, some day
     step = ScheduledStep((ScheduledItem.of(made, 1),), preempted=(made,))
     staged = StagedStep.build(step, known)
-    assert staged.items == (Item(2, 5, 0, 1, 0, 0, 2, 0, 2),)
+    assert staged.items == (StepItem(2, 5, 0, 1, 0, 0, 2, 0, 2),)
     # A sequence that was preempted before its first step is nobody whom the device knows.
     known.forget((seated(0, 1, [], []),))
 
@@ -211,7 +211,7 @@ def test_pending_tokens_and_drafts() -> None:
         known, ScheduledItem.of(pending, 1), ScheduledItem.of(guessing, 1, (40, 41))
     )
     assert words == [PENDING, 5, 1, guessing.token_ids[4], 40, 41, 6, 7, 2, 3]
-    assert items[1] == Item(1, 4, 1, 3, 3, 0, 2, 0, 2)
+    assert items[1] == StepItem(1, 4, 1, 3, 3, 0, 2, 0, 2)
 
 
 def test_fillers_have_a_row_each_and_are_stored_nowhere() -> None:

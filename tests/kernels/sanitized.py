@@ -54,7 +54,7 @@ from gptoss_kernels.cuda.rms_norm_fp8 import rms_norm, rms_norm_fp8
 from gptoss_kernels.cuda.rms_norm_fp8 import spec as rms_norm_spec
 from gptoss_kernels.cuda.rows import RowLayout, choose_layout
 from gptoss_kernels.fp8 import BLOCK, E4M3
-from gptoss_kernels.steps import NO_SEAT, PENDING, Item, StepTensors
+from gptoss_kernels.steps import NO_SEAT, PENDING, StepItem, StepTensors
 
 TWIN = ":twin"  # behind the name of an operator
 DEVICE = "cuda"
@@ -606,7 +606,7 @@ def unpack_calls() -> Iterator[Call]:
             end = (100 + num_rows - 1) // page_size + 1
             seat, position = (seat, 100) if count else (NO_SEAT, 0)
             pages = (end - count, count) * 2
-            items.append(Item(seat, position, first_row, num_rows, first_word, *pages))
+            items.append(StepItem(seat, position, first_row, num_rows, first_word, *pages))
             first_row, first_word = first_row + num_rows, first_word + num_rows + 2 * count
         words = torch.randint(1000, (first_word,), dtype=torch.int32)
         words[0] = PENDING

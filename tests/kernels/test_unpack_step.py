@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gptoss_kernels import steps
 from gptoss_kernels.cuda.unpack_step import unpack_step
-from gptoss_kernels.steps import NO_SEAT, PENDING, Item, StepTensors
+from gptoss_kernels.steps import NO_SEAT, PENDING, StepItem, StepTensors
 
 from .emulator import EmulationError, emulated, guarded, replacing
 from .wrong_tensors import every_second, other_device
@@ -73,10 +73,10 @@ def random_case(
         words += [PENDING] if is_pending else [chance.randrange(1000) for _ in range(num_rows)]
         words += [chance.randrange(10_000) for _ in range(new_full + new_window)]
         full, window = (end - new_full, new_full), (end - new_window, new_window)
-        items.append(Item(seat, position, row, num_rows, begin, *full, *window))
+        items.append(StepItem(seat, position, row, num_rows, begin, *full, *window))
         row += num_rows
     for _ in range(num_fillers):
-        items.append(Item(NO_SEAT, 0, row, 1, len(words)))
+        items.append(StepItem(NO_SEAT, 0, row, 1, len(words)))
         words.append(PENDING)
         row += 1
     out = StepTensors.empty(row, len(items), width, "cpu")
@@ -150,7 +150,7 @@ def test_a_step_by_hand() -> None:
     full = torch.tensor([[5, 6, 7], [8, 9, 10], [11, 12, 13]], dtype=torch.int32)
     window = full + 20
     words = [100, 101, 102, 40, 50, PENDING]
-    items = [Item(2, 31, 0, 3, 0, 2, 1, 2, 1), Item(0, 2, 3, 1, 5, 1, 0, 1, 0)]
+    items = [StepItem(2, 31, 0, 3, 0, 2, 1, 2, 1), StepItem(0, 2, 3, 1, 5, 1, 0, 1, 0)]
     out = StepTensors.empty(4, 2, width, "cpu")
     for each in out:
         each.fill_(POISON)

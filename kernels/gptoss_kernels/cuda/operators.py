@@ -1,4 +1,4 @@
-"""ops.Fp8Operators and ops.AttentionOperators in CUDA C++ for Hopper."""
+"""ops.Fp8Operators, ops.AttentionOperators and ops.CommonOperators in CUDA C++ for Hopper."""
 
 from gptoss_kernels.cuda.attention import attention
 from gptoss_kernels.cuda.combine import combine
@@ -6,18 +6,26 @@ from gptoss_kernels.cuda.dispatch_fp8 import dispatch_fp8
 from gptoss_kernels.cuda.grouped_linear_fp8 import grouped_linear_fp8
 from gptoss_kernels.cuda.grouped_swiglu_fp8 import grouped_swiglu_fp8
 from gptoss_kernels.cuda.linear_fp8 import linear_fp8
+from gptoss_kernels.cuda.norm_route import norm_route
 from gptoss_kernels.cuda.quantise import quantise
-from gptoss_kernels.cuda.rms_norm_fp8 import rms_norm_fp8
+from gptoss_kernels.cuda.rms_norm_fp8 import rms_norm, rms_norm_fp8
 from gptoss_kernels.cuda.rope import rope_and_cache_write
+from gptoss_kernels.cuda.select_rows import embedding, select_rows
+from gptoss_kernels.cuda.unpack_step import unpack_step
 
 __all__ = [
     "attention",
     "combine",
     "dispatch_fp8",
+    "embedding",
     "grouped_linear_fp8",
     "grouped_swiglu_fp8",
     "linear_fp8",
+    "norm_route",
     "quantise",
+    "rms_norm",
     "rms_norm_fp8",
     "rope_and_cache_write",
+    "select_rows",
+    "unpack_step",
 ]
