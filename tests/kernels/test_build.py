@@ -20,9 +20,12 @@ from gptoss_kernels.cuda.dispatch_fp8 import specs as dispatch_specs
 from gptoss_kernels.cuda.few_rows_fp8 import MAXIMUM_ROWS, FewRowsTile
 from gptoss_kernels.cuda.grouped_fp8 import choose_tile as choose_grouped_tile
 from gptoss_kernels.cuda.linear_fp8 import choose_tile as choose_linear_tile
+from gptoss_kernels.cuda.norm_route import RouteTile, choice_spec
 from gptoss_kernels.cuda.quantise import spec as quantise_spec
 from gptoss_kernels.cuda.rms_norm_fp8 import spec as rms_norm_spec
 from gptoss_kernels.cuda.rows import choose_layout
+from gptoss_kernels.cuda.select_rows import ROW_BYTES
+from gptoss_kernels.cuda.select_rows import spec as select_rows_spec
 
 # Its sums, one a thread and row, want more registers than 24.
 SUMS = """
@@ -78,11 +81,15 @@ def test_what_is_served_is_what_operators_choose() -> None:
         assert quantise_spec(layout, 128) in served
         assert {rms_norm_spec(layout, is_fp8=True), rms_norm_spec(layout, is_fp8=False)} <= served
         assert combine_spec(choose_combine_layout(m, 2880, 4), 4) in served
+        assert {select_rows_spec(layout, row_type) for row_type in ROW_BYTES} <= served
     for k, group in product((2880, 320, 128), (64, 128)):
         assert FewRowsTile(k, swiglu=True, out_group=group).spec in served
     for k, group in product((2880, 1088, 128), (64, 128)):
         assert FewRowsTile(k, x_group=group).spec in served
     assert set(dispatch_specs(2880, 128, 4).values()) <= served
+    for columns, experts, chosen in ((2880, 128, 4), (2880, 32, 4), (320, 16, 4), (128, 8, 2)):
+        routes = {RouteTile(columns, experts, chosen).spec, choice_spec(experts, chosen)}
+        assert routes <= served
     assert len({str(spec) for spec in served}) == len(served)
 
 

@@ -25,6 +25,7 @@ def test_the_reference_has_every_operator_with_the_signature_that_the_engine_cal
     [
         *((ops.Fp8Operators, ops.load_fp8, name) for name in ops.GEMMS),
         *((ops.AttentionOperators, ops.load_attention, name) for name in ops.ATTENTIONS),
+        *((ops.CommonOperators, ops.load_common, name) for name in ("cuda", "reference")),
     ],
 )
 def test_every_implementation_takes_what_its_protocol_says(

@@ -127,14 +127,20 @@ def _bound_by_memory(model: ModelSizes) -> Iterator[KernelSpec]:
     from gptoss_kernels.cuda.combine import choose_combine_layout
     from gptoss_kernels.cuda.combine import spec as combine_spec
     from gptoss_kernels.cuda.dispatch_fp8 import specs as dispatch_specs
+    from gptoss_kernels.cuda.norm_route import RouteTile, choice_spec
     from gptoss_kernels.cuda.quantise import spec as quantise_spec
     from gptoss_kernels.cuda.rms_norm_fp8 import spec as rms_norm_spec
     from gptoss_kernels.cuda.rows import choose_layout
+    from gptoss_kernels.cuda.select_rows import ROW_BYTES
+    from gptoss_kernels.cuda.select_rows import spec as select_rows_spec
     from gptoss_kernels.fp8 import BLOCK
 
     chosen = model.experts_per_token
     for layout in {choose_layout(tokens, model.hidden) for tokens in _NUM_TOKENS}:
         yield from (rms_norm_spec(layout, is_fp8=is_fp8) for is_fp8 in (True, False))
+        yield from (select_rows_spec(layout, row_type) for row_type in ROW_BYTES)
+    yield RouteTile(model.hidden, model.num_experts, chosen).spec
+    yield choice_spec(model.num_experts, chosen)
     # The inputs of qkv and of attention's output product, and of w2 where SwiGLU is not fused.
     quantised = ((model.hidden, BLOCK), (model.attention, BLOCK))
     quantised += tuple((model.intermediate, group) for group in _SWIGLU_GROUPS)

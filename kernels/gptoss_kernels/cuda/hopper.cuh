@@ -229,6 +229,33 @@ __device__ __forceinline__ void send_shared(uint32_t address, uint32_t barrier, 
         : "memory");
 }
 
+// From the shared memory of a block of the cluster.
+__device__ __forceinline__ uint64_t load_from_cluster(const uint64_t* own, uint32_t cta) {
+    uint64_t value;
+    asm volatile(
+        "{\n"
+        ".reg .b32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %1, %2;\n"
+        "ld.shared::cluster.u64 %0, [remote];\n"
+        "}"
+        : "=l"(value)
+        : "r"(shared_address(own)), "r"(cta)
+        : "memory");
+    return value;
+}
+
+// To the same place in the shared memory of a block of the cluster.
+__device__ __forceinline__ void store_in_cluster(uint32_t* own, uint32_t cta, uint32_t value) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %0, %1;\n"
+        "st.shared::cluster.u32 [remote], %2;\n"
+        "}" ::"r"(shared_address(own)),
+        "r"(cta), "r"(value)
+        : "memory");
+}
+
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
     uint32_t packed;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));

@@ -95,7 +95,11 @@ inline unsigned __float_as_uint(float value) { return emulator::bits<unsigned>(v
 inline int __float_as_int(float value) { return emulator::bits<int>(value); }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
 
+inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
+    return (unsigned __int128)a * b >> 64;
+}
 inline int __popc(unsigned value) { return __builtin_popcount(value); }
 inline int __ffs(unsigned value) { return __builtin_ffs(int(value)); }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
@@ -194,6 +198,7 @@ inline unsigned combined(unsigned mask, const char* what, unsigned value) {
 }
 inline unsigned add(unsigned a, unsigned b) { return a + b; }
 inline unsigned bit_or(unsigned a, unsigned b) { return a | b; }
+inline unsigned largest(unsigned a, unsigned b) { return a > b ? a : b; }
 
 inline void match(void* const (&brought)[32]) {
     for (void* each : brought) {
@@ -241,6 +246,9 @@ inline int __any_sync(unsigned mask, int predicate) {
 template <typename T>
 inline T __reduce_add_sync(unsigned mask, T value) {
     return T(emulator::combined<emulator::add>(mask, "__reduce_add_sync", unsigned(value)));
+}
+inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
+    return emulator::combined<emulator::largest>(mask, "__reduce_max_sync", value);
 }
 template <typename T>
 inline unsigned __match_any_sync(unsigned mask, T value) {
