@@ -3,11 +3,13 @@
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from gptoss_backend.cli.provenance import commit_of
+from gptoss_backend.cli.provenance import commit_of, provenance
+from gptoss_engine.config import EngineConfig
 
 
 @pytest.fixture
@@ -46,3 +48,25 @@ def test_outside_of_a_repository_there_is_none(
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     (tmp_path / "file.py").touch()
     assert commit_of(tmp_path / "file.py") == ""
+
+
+def test_where_results_go_is_no_part_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["bench", "decode", "--output", "/here", "--plot=/there.svg", "--steps", "2"]
+    monkeypatch.setattr(sys, "argv", ["gptoss", *words, "--profile", "/traces"])
+    origin = provenance(EngineConfig(device="cpu"))
+    assert origin["command"] == "gptoss bench decode --steps 2"
+    assert "driver" not in origin
+
+
+def test_a_gpu_has_a_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    says = tmp_path / "nvidia-smi"
+    says.write_text("#!/bin/sh\necho 580.159.04\necho 580.159.04\n")
+    says.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
+    origin = provenance(EngineConfig())
+    assert (origin["device"], origin["driver"]) == ("NVIDIA H200", "580.159.04")
+    says.unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert provenance(EngineConfig())["driver"] == ""

@@ -1,29 +1,59 @@
-"""`gptoss bench serve` end to end, small: the table, and one JSON line that adds up."""
+"""`gptoss bench serve` end to end, small: tables, and JSON lines that add up."""
 
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(200)]
 
 
-def test_both_sides_are_measured_under_the_same_load() -> None:
-    load = ["--num-requests", "4", "--concurrency", "2", "--num-tokens", "12", "--weights", "fp8"]
+def bench_serve(*flags: str) -> tuple[str, list[dict[str, Any]]]:
+    """The table and the lines."""
     command = [sys.executable, "-c", "from gptoss_backend.cli import main; main()"]
     done = subprocess.run(
-        [*command, "bench", "serve", *load], capture_output=True, text=True, timeout=180
+        [*command, "bench", "serve", *flags], capture_output=True, text=True, timeout=180
     )
     assert done.returncode == 0, done.stderr
-    table, line = done.stdout.strip().rsplit("\n", 1)
+    lines = done.stdout.splitlines()
+    parsed = [json.loads(line) for line in lines if line.startswith("{")]
+    return "\n".join(lines[: -len(parsed)]), parsed
+
+
+def test_both_sides_are_measured_under_the_same_load() -> None:
+    table, lines = bench_serve(
+        *("--num-requests", "4", "--concurrency", "1,2", "--output-len", "12", "--weights", "fp8")
+    )
     assert "engine alone" in table
     assert "through the server" in table
-    figures = json.loads(line)
-    assert (figures["benchmark"], figures["model"], figures["tokens"]) == ("serve", "demo", 12)
-    assert figures["weights"] == "fp8"
-    assert 4 <= figures["responses"] <= 4 * 12
-    for side in (figures, figures["engine"]):
-        assert side["tokens_per_s"] == pytest.approx(12 * side["requests_per_s"], rel=0.01)
-        assert side["ttft_ms"] > 0
-        assert side["itl_ms"] > 0
+    assert [line["batch"] for line in lines] == [1, 2]
+    for line in lines:
+        assert (line["benchmark"], line["model"], line["tokens"]) == ("serve", "demo", 12)
+        assert line["weights"] == "fp8"
+        assert line["rate"] is None
+        assert 4 <= line["responses"] <= 4 * 12
+        for side in (line, line["engine"]):
+            assert side["tokens_per_s"] == pytest.approx(12 * side["requests_per_s"], rel=0.01)
+            assert side["ttft_ms"] > 0
+            assert side["itl_ms"] > 0
+
+
+def test_random_token_ids_come_at_random_times() -> None:
+    table, lines = bench_serve(
+        *("--num-requests", "6", "--rates", "20,inf", "--input-len", "9", "--output-len", "4"),
+        *("--goodput", "ttft:600000", "--goodput", "tpot:0.001", "--client-processes", "2"),
+    )
+    assert "inf" in table
+    assert [line["rate"] for line in lines] == ["20", "inf"]
+    for line in lines:
+        assert (line["input_len"], line["tokens"], line["requests"]) == (9, 4, 6)
+        assert line["responses"] == 6 * 4
+        assert line["tokens_per_s"] == pytest.approx(4 * line["requests_per_s"], rel=0.01)
+        p50, p90, p99 = line["percentiles_ms"]["ttft"]
+        assert 0 < p50 <= p90 <= p99
+        assert line["goodput"] == {"ttft": 600000, "tpot": 0.001}
+        assert line["goodput_requests_per_s"] == 0
+    # The last of six at 20 a second is due long after the first.
+    assert lines[0]["requests_per_s"] < lines[1]["requests_per_s"]

@@ -11,6 +11,7 @@ import typer
 
 from gptoss_backend.cli.errors import CommandFailed
 from gptoss_backend.cli.fidelity_report import draw, print_fidelity, print_tasks
+from gptoss_backend.cli.outputs import check_picture, check_writable
 from gptoss_backend.cli.passages import PassageOptions
 from gptoss_backend.cli.provenance import model_name, provenance
 from gptoss_engine import demo
@@ -154,29 +155,10 @@ def _held_out_chats(count: int, *, has_tasks: bool) -> list[demo.HeldOutChat]:
 
 def _check_outputs(json_file: Path | None, plot: Path | None) -> None:
     """Before minutes are spent, whether the results can be written."""
-    for path in (json_file, plot):
-        if path is not None:
-            _check_writable(path)
-    if plot is None:
-        return
-    if plot.suffix not in (".svg", ".png", ".pdf"):
-        raise InvalidConfig(f"plot must end in .svg, .png or .pdf, got {plot}")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise CommandFailed(
-            "--plot needs matplotlib: install it, or gptoss-backend[plot]"
-        ) from None
-
-
-def _check_writable(path: Path) -> None:
-    is_new = not path.exists()
-    try:
-        path.open("a").close()
-    except OSError as error:
-        raise InvalidConfig(f"cannot write {path}: {error}") from error
-    if is_new:
-        path.unlink()
+    if json_file is not None:
+        check_writable(json_file)
+    if plot is not None:
+        check_picture("plot", plot)
 
 
 def _append(path: Path, line: dict[str, Any]) -> None:

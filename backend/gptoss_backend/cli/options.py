@@ -15,27 +15,47 @@ _PANEL = "Engine configuration (flags win over --config)"
 _MEANINGS = {"gemm": "Whose kernels multiply FP8 weights."}
 
 
-def with_engine_config(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the parameter `config: EngineConfig` of a command by one flag for each key of it."""
-    own = [each for each in inspect.signature(command).parameters.values() if each.name != "config"]
+Command = Callable[..., None]
+
+
+def engine_config(**defaults: Any) -> Callable[[Command], Command]:
+    """Replace the parameter `config: EngineConfig` of a command by one flag for each key of it.
+
+    defaults: what the command takes where neither a flag nor the file says otherwise.
+    """
     keys = [field.name for field in fields(EngineConfig)]
+    assert set(defaults) <= set(keys)
 
-    @wraps(command)
-    def run(**values: Any) -> None:
-        given = {key: values.pop(key) for key in keys}
-        given = {key: value for key, value in given.items() if value is not None}
-        path = values.pop("config")
-        from_file = {} if path is None else read_config_file(path)
-        command(**values, config=_resolved(EngineConfig.from_mapping({**from_file, **given})))
+    def replaced(command: Command) -> Command:
+        parameters = inspect.signature(command).parameters.values()
+        own = [each for each in parameters if each.name != "config"]
 
-    file = Annotated[
-        Path | None,
-        typer.Option(help="A .toml or .json file with these keys.", rich_help_panel=_PANEL),
-    ]
-    parameters = [*own, _keyword("config", file), *map(_flag, fields(EngineConfig))]
-    run.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
-    run.__annotations__ = {each.name: each.annotation for each in parameters}
-    return run
+        @wraps(command)
+        def run(**values: Any) -> None:
+            given = {key: values.pop(key) for key in keys}
+            given = {key: value for key, value in given.items() if value is not None}
+            path = values.pop("config")
+            from_file = {} if path is None else read_config_file(path)
+            resolved = _resolved(EngineConfig.from_mapping({**defaults, **from_file, **given}))
+            command(**values, config=resolved)
+
+        file = Annotated[
+            Path | None,
+            typer.Option(help="A .toml or .json file with these keys.", rich_help_panel=_PANEL),
+        ]
+        flags = [
+            _flag(each, defaults.get(each.name, each.default)) for each in fields(EngineConfig)
+        ]
+        parameters = [*own, _keyword("config", file), *flags]
+        signature = inspect.Signature(parameters)
+        run.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        return run
+
+    return replaced
+
+
+with_engine_config = engine_config()
 
 
 def _keyword(name: str, annotation: Any) -> inspect.Parameter:
@@ -44,10 +64,10 @@ def _keyword(name: str, annotation: Any) -> inspect.Parameter:
     )
 
 
-def _flag(field: Any) -> inspect.Parameter:
+def _flag(field: Any, default: Any) -> inspect.Parameter:
     choices = get_args(field.type) if get_origin(field.type) is Literal else None
-    default = str(field.default).lower() if field.type is bool else field.default
-    said = "Default: none" if default == "" else f"Default: {default}"
+    said = str(default).lower() if field.type is bool else str(default)
+    said = f"Default: {said or 'none'}"
     option = typer.Option(
         help=f"{_MEANINGS[field.name]} {said}" if field.name in _MEANINGS else said,
         metavar="|".join(filter(None, choices)) if choices else None,

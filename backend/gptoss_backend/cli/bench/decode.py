@@ -1,0 +1,241 @@
+"""`gptoss bench decode`: the time of a step by sequences, speed a user against dollars.
+
+The sequences are real: each prompt of random tokens, almost as long as the context, was computed
+by chunked prefill into pages of its own. From one batch to the next they stay and others join, so
+that a context is computed once; by then those that stayed are some hundred tokens longer, which
+`mean_context` tells. The time is from the end of a step to the end of the next one.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from gptoss_backend.cli.bench import published as others
+from gptoss_backend.cli.bench.engines import (
+    Deadline,
+    Requests,
+    chunks_of_step,
+    durations,
+    load_engine,
+    misfit,
+    say,
+)
+from gptoss_backend.cli.bench.flags import Budget, GpuPrice, Output, Plot, Profile, Seed, numbers
+from gptoss_backend.cli.bench.floors import Work, floor_ms, floors
+from gptoss_backend.cli.bench.money import DEFAULT_GPU_PRICE, dollars_per_million
+from gptoss_backend.cli.bench.results import Report, percentile, rounded, show
+from gptoss_backend.cli.errors import CommandFailed
+from gptoss_backend.cli.options import engine_config
+from gptoss_backend.cli.outputs import check_picture
+from gptoss_engine.config import EngineConfig
+from gptoss_engine.progress import count_bar
+
+if TYPE_CHECKING:
+    from gptoss_engine.engine import Engine
+
+_PROFILED_STEPS = 8
+
+
+@engine_config(max_num_batched_tokens=32768, max_num_seqs=128, default_timeout_seconds=1e9)
+def decode(
+    *,
+    batches: Annotated[str, typer.Option(help="Sequences at once.")] = "1,2,4,8,16,32,64,128",
+    contexts: Annotated[str, typer.Option(help="Tokens that each sees.")] = "8192,32768",
+    steps: Annotated[int, typer.Option(min=2, help="Timed of each cell.")] = 64,
+    warm_up: Annotated[int, typer.Option(min=1, help="Steps before those.")] = 8,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
+    gpu_price: GpuPrice = DEFAULT_GPU_PRICE,
+    output: Output = None,
+    plot: Plot = None,
+    profile: Profile = None,
+    budget: Budget = 0.0,
+    seed: Seed = 0,
+    config: EngineConfig,
+) -> None:
+    """Milliseconds a step, tokens a second a user and dollars: a table, then a JSON line a cell."""
+    counts, lengths = numbers("batches", batches), numbers("contexts", contexts)
+    if plot is not None:
+        check_picture("plot", plot)
+    report = Report(config, output)
+    deadline = Deadline(budget)
+    engine = load_engine(config)
+    requests = Requests(engine.runner.model_config.vocab_size, seed, temperature)
+    with count_bar() as progress:
+        task = progress.add_task("decode", total=len(counts) * len(lengths))
+        for context in lengths:
+            sequences = _Sequences(engine, requests, context, counts, steps, warm_up)
+            for batch in counts:
+                reason = sequences.misfit(batch)
+                if not reason and deadline.has_passed:
+                    reason = deadline.reason
+                cell = None if reason else sequences.measure(batch)
+                _add(report, engine, batch, context, cell, reason, gpu_price)
+                if profile is not None and cell is not None:
+                    _profile(sequences, report, batch, cell, profile)
+                progress.advance(task)
+            sequences.end()
+    show(_table(report))
+    if plot is not None:
+        from gptoss_backend.cli.bench.plots import draw
+
+        draw(report.lines, plot, gpu_price)
+    report.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """Seconds of each timed step, and what the sequences saw in the middle one, on average."""
+
+    times: list[float]
+    mean_context: float
+
+
+class _Sequences:
+    """Sequences of one context that decode together, more of them from cell to cell."""
+
+    def __init__(
+        self,
+        engine: "Engine",
+        requests: Requests,
+        context: int,
+        batches: Sequence[int],
+        steps: int,
+        warm_up: int,
+    ) -> None:
+        self.engine = engine
+        self.context = context
+        self._requests = requests
+        self._steps, self._warm_up = steps, warm_up
+        # So that the middle of a newcomer's timed steps has the context that the cell is named by.
+        self._num_prompt_tokens = max(1, context - warm_up - steps // 2)
+        self._lengths: dict[str, int] = {}
+        # Of the oldest: its own cell, those of all later batches, and their prompts' chunks.
+        chunk = engine.config.max_num_batched_tokens - engine.config.max_num_seqs
+        prompts = max(batches) * self._num_prompt_tokens // max(1, chunk) + len(batches)
+        self._longest = (
+            self._num_prompt_tokens
+            + len(batches) * (warm_up + steps + _PROFILED_STEPS + 2)
+            + prompts
+        )
+
+    def misfit(self, batch: int) -> str:
+        return misfit(self.engine, batch, self._longest)
+
+    def measure(self, batch: int) -> _Cell:
+        """Let others join until `batch` decode, then time their steps."""
+        preemptions = self.engine.stats().num_preemptions
+        for _ in range(batch - len(self._lengths)):
+            request = self._requests.make(self._num_prompt_tokens, max_tokens=self._longest)
+            self._lengths[request.generation_id] = self._num_prompt_tokens
+            self.engine.add(request)
+        while min(self._lengths.values()) == self._num_prompt_tokens:
+            self.step()
+        for _ in range(self._warm_up):
+            self.step()
+        before = self._mean_context
+        times = [time.perf_counter()]
+        for _ in range(self._steps):
+            self.step()
+            times.append(time.perf_counter())
+        if self.engine.stats().num_preemptions > preemptions:
+            raise CommandFailed(f"{batch} sequences at {self.context} were preempted: no such time")
+        return _Cell([*durations(times)], (before + self._mean_context) / 2)
+
+    def step(self) -> None:
+        for chunk in chunks_of_step(self.engine):
+            assert chunk.finish_reason is None
+            self._lengths[chunk.generation_id] += len(chunk.token_ids)
+
+    def end(self) -> None:
+        """Give back all pages."""
+        self.engine.abort_all("")
+        self.engine.step()
+        self._lengths.clear()
+
+    @property
+    def _mean_context(self) -> float:
+        return sum(self._lengths.values()) / len(self._lengths)
+
+
+def _add(
+    report: Report,
+    engine: "Engine",
+    batch: int,
+    context: int,
+    cell: _Cell | None,
+    reason: str,
+    gpu_price: float,
+) -> None:
+    figures: dict[str, Any] = {"tokens": None, "batch": batch, "context": context}
+    if cell is None:
+        report.add("decode", **figures, ms=None, left_out=reason)
+        say(f"decode of {batch} at {context}: {reason}")
+        return
+    seconds = percentile(cell.times, 0.5)
+    work = Work(batch, 1, round(cell.mean_context), report.weights, engine.config.kv_cache)
+    floor = floor_ms(engine.runner.model_config, work)
+    gpus = engine.config.tp * engine.config.dp
+    report.add(
+        "decode",
+        **figures,
+        mean_context=rounded(cell.mean_context, 6),
+        ms=rounded(1e3 * seconds),
+        spread_ms=[rounded(1e3 * percentile(cell.times, share)) for share in (0.1, 0.9)],
+        steps=len(cell.times),
+        floor_ms=rounded(floor) if report.has_floors else None,
+        peers=others.peers(others.decodes(report.model), batch, context=context),
+        tokens_per_s=rounded(batch / seconds),
+        tokens_per_s_user=rounded(1 / seconds),
+        gpu_price=gpu_price,
+        dollars_per_million=rounded(dollars_per_million(seconds, batch, gpus, gpu_price)),
+    )
+    say(f"decode of {batch} at {context}: {1e3 * seconds:.3f} ms")
+
+
+def _profile(sequences: _Sequences, report: Report, batch: int, cell: _Cell, folder: Path) -> None:
+    from gptoss_backend.cli.bench.profiles import print_profile, profiled
+
+    def run() -> None:
+        for _ in range(_PROFILED_STEPS):
+            sequences.step()
+
+    name = f"decode-{batch}x{sequences.context}"
+    profile = profiled(run, folder / f"{name}.json", num_steps=_PROFILED_STEPS)
+    work = Work(
+        batch, 1, round(cell.mean_context), report.weights, sequences.engine.config.kv_cache
+    )
+    print_profile(
+        f"decode of {batch} at {sequences.context}, "
+        f"{1e3 * percentile(cell.times, 0.5):.3f} ms unprofiled",
+        profile,
+        floors(sequences.engine.runner.model_config, work) if report.has_floors else {},
+    )
+
+
+def _table(report: Report) -> Table:
+    table = Table(title=f"decode, {report.title}")
+    headings = ("context", "sequences", "ms a step", "p10 to p90", "tokens/s a user")
+    for heading in (*headings, "tokens/s", "$/M output", "of floor", "others, ms"):
+        table.add_column(heading, justify="right")
+    for line in report.lines:
+        cells = [str(line["context"]), str(line["batch"])]
+        if line["ms"] is None:
+            table.add_row(*cells, "", "", "", "", "", "", line["left_out"])
+            continue
+        low, high = line["spread_ms"]
+        table.add_row(
+            *cells,
+            f"{line['ms']:.4g}",
+            f"{low:.4g} to {high:.4g}",
+            f"{line['tokens_per_s_user']:.4g}",
+            f"{line['tokens_per_s']:.0f}",
+            f"{line['dollars_per_million']:.3g}",
+            f"{line['floor_ms'] / line['ms']:.0%}" if line["floor_ms"] else "",
+            ", ".join(f"{name} {ms:.4g}" for name, ms in line["peers"].items()),
+        )
+    return table

@@ -1,0 +1,80 @@
+"""`gptoss bench decode` on a CPU, small: real sequences that decode together."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gptoss_engine.engine import Engine
+from gptoss_engine.types import TokenChunk
+
+from ..conftest import Run
+
+
+def test_every_cell_is_a_line(gptoss: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[int] = []
+    prompts: set[tuple[int, ...]] = set()
+    step, add = Engine.step, Engine.add
+
+    def counted(self: Engine) -> list[TokenChunk]:
+        chunks = step(self)
+        steps.append(len(chunks))
+        return chunks
+
+    def seen(self: Engine, request: Any) -> None:
+        prompts.add(request.token_ids)
+        add(self, request)
+
+    monkeypatch.setattr(Engine, "step", counted)
+    monkeypatch.setattr(Engine, "add", seen)
+    path, picture = tmp_path / "lines.jsonl", tmp_path / "plot.svg"
+    done = gptoss(
+        *("bench", "decode", "--batches", "1,3", "--contexts", "40,20", "--steps", "6"),
+        *("--warm-up", "2", "--max-num-batched-tokens", "16", "--max-num-seqs", "4"),
+        *("--output", path, "--plot", picture, "--gpu-price", "3.6"),
+    )
+    assert done.code == 0, done.err
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    cells = [(line["context"], line["batch"]) for line in lines]
+    assert cells == [(20, 1), (20, 3), (40, 1), (40, 3)]
+    for line in lines:
+        assert line["benchmark"] == "decode"
+        assert line["tokens"] is None
+        low, high = line["spread_ms"]
+        assert 0 < low <= line["ms"] <= high
+        assert line["steps"] == 6
+        assert line["tokens_per_s_user"] == pytest.approx(1e3 / line["ms"], rel=1e-3)
+        assert line["tokens_per_s"] == pytest.approx(1e3 * line["batch"] / line["ms"], rel=1e-3)
+        assert line["dollars_per_million"] == pytest.approx(line["ms"] / line["batch"], rel=1e-3)
+        # Those that stayed from one sequence to three are older.
+        slack = 2 if line["batch"] == 1 else 10
+        assert line["context"] - 1 <= line["mean_context"] <= line["context"] + slack
+    # No two sequences had a prompt in common, and each context was computed once.
+    assert len(prompts) == 2 * 3
+    assert {len(prompt) for prompt in prompts} == {20 - 2 - 3, 40 - 2 - 3}
+    # All of a cell's sequences decoded in each of its steps.
+    assert steps.count(3) >= 2 * (2 + 6)
+    assert "<svg" in picture.read_text()
+
+
+def test_traces_are_of_steady_steps(gptoss: Run, tmp_path: Path) -> None:
+    done = gptoss(
+        *("bench", "decode", "--batches", "2", "--contexts", "20", "--steps", "2"),
+        *("--profile", tmp_path),
+    )
+    assert done.code == 0, done.err
+    assert "decode of 2 at 20" in done.out
+    assert json.loads((tmp_path / "decode-2x20.json").read_text())["traceEvents"]
+
+
+def test_what_does_not_fit_says_so(gptoss: Run) -> None:
+    done = gptoss(
+        *("bench", "decode", "--batches", "1,4", "--contexts", "64", "--steps", "2"),
+        *("--warm-up", "1", "--num-pages", "24", "--page-size", "8", "--max-num-seqs", "4"),
+    )
+    assert done.code == 0, done.err
+    one, four = [json.loads(line) for line in done.out.splitlines() if line.startswith("{")]
+    assert one["ms"] > 0
+    assert four["ms"] is None
+    assert four["left_out"].endswith("tokens of KV, 192 there")

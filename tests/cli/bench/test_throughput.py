@@ -1,0 +1,34 @@
+"""`gptoss bench throughput` on a CPU, small: all requests at once at the engine alone."""
+
+import json
+
+import pytest
+
+from ..conftest import Run
+
+
+def test_all_requests_are_answered_whole(gptoss: Run) -> None:
+    done = gptoss(
+        *("bench", "throughput", "--num-requests", "6", "--input-len", "12", "--output-len", "5"),
+        *("--max-num-seqs", "4", "--temperature", "0"),
+    )
+    assert done.code == 0, done.err
+    table, line = done.out.strip().rsplit("\n", 1)
+    assert "throughput, demo" in table
+    figures = json.loads(line)
+    assert figures["benchmark"] == "throughput"
+    assert (figures["requests"], figures["input_len"], figures["output_len"]) == (6, 12, 5)
+    assert figures["tokens_per_s"] == pytest.approx(6 * 5 / figures["seconds"], rel=1e-2)
+    assert figures["total_tokens_per_s"] == pytest.approx(6 * 17 / figures["seconds"], rel=1e-2)
+    assert figures["preemptions"] == 0
+    # Four run at once: the last two wait for others to end.
+    p50, _, p99 = figures["percentiles_ms"]["ttft"]
+    assert p99 > p50 + 2 * figures["tpot_ms"]
+
+
+def test_a_request_that_never_fits_is_refused(gptoss: Run) -> None:
+    done = gptoss("bench", "throughput", "--input-len", "60", "--max-model-len", "64")
+    assert done.code == 1
+    assert done.err == (
+        "gptoss: a request of 60 + 1024 tokens does not fit: longer than max_model_len, 64\n"
+    )
