@@ -44,6 +44,8 @@ class EngineConfig:
         on a CPU, enough for max_num_seqs sequences within kv_cache_gigabytes.
     max_model_len: tokens of prompt and answer together; 0 means the checkpoint's own limit.
     max_num_batched_tokens: the token budget that prefill chunks and decodes of one step share.
+    overlap: "on" schedules each step while the one before runs, "off" when it has run; the tokens
+        are the same. "auto" is on on a GPU.
     max_waiting_requests, max_waiting_tokens: admission limits; beyond them UNAVAILABLE. A request
         that finds a free place among max_num_seqs is not waiting.
     default_max_tokens: the answer's limit when a request names none; 0 is what the context leaves.
@@ -68,6 +70,7 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_model_len: int = 0
+    overlap: Literal["auto", "on", "off"] = "auto"
     max_waiting_requests: int = 1024
     max_waiting_tokens: int = 1_000_000
     default_max_tokens: int = 0

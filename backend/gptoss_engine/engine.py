@@ -59,6 +59,11 @@ class StepRunner(Protocol):
     @property
     def max_model_len(self) -> int: ...
 
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether `launch` returns before the step has run."""
+        ...
+
     def launch(self, step: ScheduledStep) -> Pending:
         """Reads all that the step needs of its sequences before it returns; may not wait for it."""
         ...
@@ -114,6 +119,9 @@ class Engine:
             decoder=decoder or PlainDecoder(),
         )
         self.failure = ""
+        is_chosen = config.overlap == "on" or (config.overlap == "auto" and runner.is_asynchronous)
+        self.is_overlapped = is_chosen and not self.scheduler.decoder.guesses
+        self._out: tuple[ScheduledStep, Pending] | None = None
 
     @property
     def is_broken(self) -> bool:
@@ -122,7 +130,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        """Whether a generation is open or a step is out."""
+        return self.scheduler.has_work or self._out is not None
 
     def prepare(self, request: GenerationRequest) -> Sequence:
         """The request as a sequence, its limits resolved, or InvalidRequest.
@@ -190,18 +199,35 @@ class Engine:
         return self.scheduler.finish_all("abort", error)
 
     def step(self) -> list[TokenChunk]:
-        """One forward pass and what came of it. After a failure: everybody's final chunk."""
+        """What came of one forward pass. After a failure: everybody's final chunk."""
         expired = self.scheduler.expire(self._clock())
-        if not self.scheduler.has_work:
+        if not self.has_work:
             return expired
         try:
-            step = self.scheduler.schedule()
-            output = self.runner.launch(step).result()
-            return expired + self.scheduler.update(step, output)
+            return expired + (self._overlapped_step() if self.is_overlapped else self._plain_step())
         except Exception as error:
             log.exception("a step failed: the engine is broken")
             self.failure = f"the engine failed: {type(error).__name__}: {error}"
+            self._out = None  # A broken device may never answer.
             return expired + self.scheduler.finish_all("error", self.failure)
+
+    def _plain_step(self) -> list[TokenChunk]:
+        step = self.scheduler.schedule()
+        return self.scheduler.update(step, self.runner.launch(step).result())
+
+    def _overlapped_step(self) -> list[TokenChunk]:
+        """The same, but the next step is launched before this one's result is asked for.
+
+        So the device never waits for the host, as long as scheduling takes less than a step. What
+        is not known then is guessed: that nobody ends who does not have to. A sequence that ends
+        all the same has computed a token in vain, which `Scheduler.update` drops.
+        """
+        step = self.scheduler.schedule()
+        out, self._out = self._out, (step, self.runner.launch(step)) if step.items else None
+        if out is None:
+            return []
+        step, pending = out
+        return self.scheduler.update(step, pending.result())
 
     def stats(self) -> EngineStats:
         scheduler = self.scheduler
@@ -351,6 +377,7 @@ class EngineLoop:
                 self._deliver([chunk for chunk in chunks if chunk is not None])
                 self._deliver(self._engine.step())
             self._deliver(self._engine.abort_all("the engine is stopped"))
+            self._deliver(self._engine.step())  # Waits for the step that is out.
         except Exception as error:
             log.exception("the engine loop failed")
             self._engine.failure = f"the engine loop failed: {type(error).__name__}: {error}"

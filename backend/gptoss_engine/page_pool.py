@@ -57,11 +57,11 @@ class PagePool:
     def give_back_below(self, page_table: list[int], position: int, owner: str) -> None:
         """Free the pages that lie wholly below `position`."""
         # Downwards: what lies below a page that is gone went earlier.
-        for index in reversed(range(min(position // self.page_size, len(page_table)))):
-            if page_table[index] == GONE:
-                break
+        index = min(position // self.page_size, len(page_table)) - 1
+        while index >= 0 and page_table[index] != GONE:
             self.free(page_table[index], owner)
             page_table[index] = GONE
+            index -= 1
 
     def give_back_all(self, page_table: list[int], owner: str) -> None:
         """Free every page of the table and leave it empty."""

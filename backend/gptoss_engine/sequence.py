@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from gptoss_engine.types import GenerationRequest, SamplingParams, TokenLogprob
 
@@ -91,11 +92,10 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        return self.num_tokens - self.num_computed_tokens
+        return len(self.token_ids) + self.num_pending_tokens - self.num_computed_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledItem:
+class ScheduledItem(NamedTuple):
     """The next `num_tokens` uncomputed tokens of a sequence, computed in one step.
 
     A snapshot, for the next step may be scheduled while this one runs. `sequence` is read for what
@@ -125,12 +125,13 @@ class ScheduledItem:
         cls, sequence: Sequence, num_tokens: int, draft_token_ids: tuple[int, ...] = ()
     ) -> "ScheduledItem":
         """The next `num_tokens` of the sequence as it is now."""
+        first, end = sequence.num_computed_tokens, sequence.num_tokens
         return cls(
-            sequence=sequence,
-            first=sequence.num_computed_tokens,
-            num_tokens=num_tokens,
-            num_output_tokens=sequence.num_tokens - sequence.num_prompt_tokens,
-            is_sampled=num_tokens == sequence.num_uncomputed_tokens,
+            sequence,
+            first,
+            num_tokens,
+            num_output_tokens=end - sequence.num_prompt_tokens,
+            is_sampled=first + num_tokens == end,
             is_pending=sequence.num_pending_tokens > 0,
             seat=sequence.seat,
             draft_token_ids=draft_token_ids,

@@ -6,6 +6,7 @@ shows as a wrong token, and `answer` says without any engine what the right ones
 """
 
 from array import array
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from zlib import crc32
@@ -13,7 +14,6 @@ from zlib import crc32
 from gptoss_engine.config import EngineConfig
 from gptoss_engine.engine import Engine
 from gptoss_engine.model_config import ModelConfig, YarnRope
-from gptoss_engine.runner import Computed
 from gptoss_engine.sequence import ScheduledItem, ScheduledStep, Sequence, StepOutput
 from gptoss_engine.types import GenerationRequest, SamplingParams, TokenLogprob
 
@@ -86,7 +86,11 @@ def answer(sequence: Sequence, sliding_window: int) -> tuple[tuple[int, ...], st
 
 @dataclass
 class FakeRunner:
-    """on_run: called with each step before it runs; may wait, may raise."""
+    """on_run: called with each step when it runs: may wait, may raise.
+
+    is_asynchronous: a step runs no earlier than its result is asked for; the tokens that `launch`
+    may not know are not known to it. on_launch, on_result: called with each step then.
+    """
 
     page_size: int = 4
     num_pages: int = 64
@@ -94,6 +98,9 @@ class FakeRunner:
     sliding_window: int = 4
     max_model_len: int = 64
     on_run: Callable[[ScheduledStep], None] = lambda step: None
+    is_asynchronous: bool = False
+    on_launch: Callable[[ScheduledStep], None] = lambda step: None
+    on_result: Callable[[ScheduledStep], None] = lambda step: None
     model_config: ModelConfig = field(init=False)
 
     def __post_init__(self) -> None:
@@ -102,48 +109,65 @@ class FakeRunner:
         )
         self._full: list[int | None] = [None] * (self.num_pages * self.page_size)
         self._window: list[int | None] = [None] * (self.num_window_pages * self.page_size)
-
-    def launch(self, step: ScheduledStep) -> Computed:
-        return Computed(self.run(step))
+        self._last_token_ids: dict[int, int] = {}
+        self.out: deque[Launched] = deque()
 
     def run(self, step: ScheduledStep) -> StepOutput:
+        return self.launch(step).result()
+
+    def launch(self, step: ScheduledStep) -> "Launched":
+        assert step.items
+        assert len(self.out) < 2, "at most two steps are out"
+        self.on_launch(step)
+        launched = Launched(step, [_Row(item) for item in step.items], self)
+        self.out.append(launched)
+        if not self.is_asynchronous:
+            launched.run()
+        return launched
+
+    def ask(self, launched: "Launched") -> None:
+        self.on_result(launched.step)
+        assert self.out.popleft() is launched, "results are asked for in order, and once"
+
+    def compute(self, step: ScheduledStep, rows: list["_Row"]) -> StepOutput:
         self.on_run(step)
-        for item in step.items:
-            self._store(item)
-        sampled = [self._sample(item) if item.is_sampled else () for item in step.items]
+        for row in rows:
+            self._store(row)
+        sampled = [self._sample(row) if row.item.is_sampled else () for row in rows]
+        for row, token_ids in zip(rows, sampled, strict=True):
+            if token_ids:
+                assert row.item.seat >= 0
+                self._last_token_ids[row.item.seat] = token_ids[-1]
         return StepOutput(
             token_ids=tuple(sampled),
             logprobs=tuple(
                 tuple(TokenLogprob(-float(token_id)) for token_id in token_ids)
-                if item.sequence.sampling.logprobs is not None
+                if row.item.sequence.sampling.logprobs is not None
                 else ()
-                for item, token_ids in zip(step.items, sampled, strict=True)
+                for row, token_ids in zip(rows, sampled, strict=True)
             ),
         )
 
-    def _store(self, item: ScheduledItem) -> None:
-        sequence = item.sequence
-        first = item.first
-        known = sequence.token_ids[first : first + item.num_tokens]
-        for position, token_id in enumerate([*known, *item.draft_token_ids], start=first):
-            self._full[self._slot(sequence.page_tables.full, position)] = token_id
-            self._window[self._slot(sequence.page_tables.window, position)] = token_id
+    def _store(self, row: "_Row") -> None:
+        known = [self._last_token_ids[row.item.seat]] if row.item.is_pending else row.known
+        for position, token_id in enumerate([*known, *row.item.draft_token_ids], row.item.first):
+            self._full[self._slot(row.full, position)] = token_id
+            self._window[self._slot(row.window, position)] = token_id
 
-    def _sample(self, item: ScheduledItem) -> tuple[int, ...]:
-        sequence = item.sequence
-        tables = sequence.page_tables
+    def _sample(self, row: "_Row") -> tuple[int, ...]:
+        item, sequence = row.item, row.item.sequence
         sampled: list[int] = []
-        end = item.first + item.num_slots
-        for length in range(end - len(item.draft_token_ids), end + 1):
+        for index in range(len(item.draft_token_ids) + 1):
+            length = item.first + item.num_tokens + index
             seen = range(max(0, length - self.sliding_window), length)
-            full = [self._full[self._slot(tables.full, i)] for i in range(length)]
-            window = [self._window[self._slot(tables.window, i)] for i in seen]
+            full = [self._full[self._slot(row.full, i)] for i in range(length)]
+            window = [self._window[self._slot(row.window, i)] for i in seen]
             sampled.append(
                 next_token(
                     [-2 if key is None else key for key in full],
                     [-2 if key is None else key for key in window],
                     seed=sequence.seed,
-                    num_output_tokens=length - sequence.num_prompt_tokens,
+                    num_output_tokens=item.num_output_tokens + index,
                     sampling=sequence.sampling,
                     stop_token_ids=sequence.stop_token_ids,
                 )
@@ -154,6 +178,35 @@ class FakeRunner:
         page = page_table[position // self.page_size]
         assert page >= 0, f"position {position} has no page any more"
         return page * self.page_size + position % self.page_size
+
+
+class _Row:
+    """What a runner may read of an item's sequence, read when the step is launched."""
+
+    def __init__(self, item: ScheduledItem) -> None:
+        self.item = item
+        self.full = list(item.sequence.page_tables.full)
+        self.window = list(item.sequence.page_tables.window)
+        self.known = item.sequence.token_ids[item.first : item.first + item.num_tokens]
+        assert len(self.known) == (0 if item.is_pending else item.num_tokens)
+
+
+class Launched:
+    def __init__(self, step: ScheduledStep, rows: list[_Row], runner: FakeRunner) -> None:
+        self.step = step
+        self._rows = rows
+        self._runner = runner
+        self.output: StepOutput | None = None
+
+    def run(self) -> None:
+        self.output = self._runner.compute(self.step, self._rows)
+
+    def result(self) -> StepOutput:
+        self._runner.ask(self)
+        if self.output is None:
+            self.run()
+        assert self.output
+        return self.output
 
 
 class GuessingDecoder:

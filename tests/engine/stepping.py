@@ -64,7 +64,7 @@ class Stepper:
             while len(tables.window) < needed:
                 tables.window.append(self.window.pop())
         seated = (
-            item if item.seat >= 0 else replace(item, seat=self._seat(item.sequence))
+            item if item.seat >= 0 else item._replace(seat=self._seat(item.sequence))
             for item in items
         )
         return self.runner.launch(ScheduledStep(tuple(seated)))

@@ -4,10 +4,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given
 
 from gptoss_engine.config import EngineConfig, InvalidConfig
 from gptoss_engine.engine import Engine, EngineLoop
@@ -19,6 +21,22 @@ from ..tiny_checkpoint import TinyCheckpoint
 from .fakes import Clock, FakeRunner, GuessingDecoder, answer, fake_engine, request
 
 SECONDS = 30  # A limit for what should take milliseconds.
+
+MakeEngine = Callable[..., Engine]
+
+
+@pytest.fixture(params=["plain", "overlapped"])
+def make_engine(request: pytest.FixtureRequest) -> MakeEngine:
+    """fake_engine, whose steps run one after another, or each is scheduled while one runs."""
+
+    def make(runner: FakeRunner | None = None, **config: object) -> Engine:
+        runner = runner or FakeRunner()
+        runner.is_asynchronous = request.param == "overlapped"
+        engine = fake_engine(runner, **config)
+        assert engine.is_overlapped == runner.is_asynchronous
+        return engine
+
+    return make
 
 
 def run_to_end(engine: Engine) -> list[TokenChunk]:
@@ -85,8 +103,10 @@ def test_a_cache_that_holds_nothing_is_refused() -> None:
         fake_engine(FakeRunner(page_size=1, num_pages=1))
 
 
-def test_an_open_generation_id_is_refused_and_a_finished_one_is_free() -> None:
-    engine = fake_engine()
+def test_an_open_generation_id_is_refused_and_a_finished_one_is_free(
+    make_engine: MakeEngine,
+) -> None:
+    engine = make_engine()
     engine.add(request("a"))
     with pytest.raises(InvalidRequest, match="generation_id must be unique, got 'a'"):
         engine.add(request("a"))
@@ -99,9 +119,9 @@ def test_an_open_generation_id_is_refused_and_a_finished_one_is_free() -> None:
     [(5, 0, 5), (5, 9, 5), (None, 9, 9), (None, 0, 61), (None, 99, 61), (1000, 9, 61)],
 )
 def test_max_tokens_is_the_requests_the_default_or_what_the_context_leaves(
-    given: int | None, default: int, resolved: int
+    make_engine: MakeEngine, given: int | None, default: int, resolved: int
 ) -> None:
-    engine = fake_engine(default_max_tokens=default)
+    engine = make_engine(default_max_tokens=default)
     sequence = engine.prepare(request("a", max_tokens=given, ignore_eos=True))
     assert sequence.max_tokens == resolved
     engine.admit(sequence)
@@ -124,8 +144,8 @@ def test_the_checkpoints_end_tokens_stop_unless_ignored() -> None:
     assert engine.prepare(request("a", ignore_eos=True)).stop_token_ids == frozenset()
 
 
-def test_min_tokens_holds_the_end_back() -> None:
-    engine = fake_engine()
+def test_min_tokens_holds_the_end_back(make_engine: MakeEngine) -> None:
+    engine = make_engine()
     everything = [*range(90)]
     engine.add(request("a", stop_token_ids=everything, min_tokens=0))
     engine.add(request("b", stop_token_ids=everything, min_tokens=6))
@@ -138,9 +158,9 @@ def test_min_tokens_holds_the_end_back() -> None:
 @pytest.mark.parametrize("num_pages", [9, 64])
 @pytest.mark.parametrize("max_num_batched_tokens", [4, 7, 200])
 def test_an_answer_does_not_depend_on_company_chunks_or_preemption(
-    temperature: int, num_pages: int, max_num_batched_tokens: int
+    make_engine: MakeEngine, temperature: int, num_pages: int, max_num_batched_tokens: int
 ) -> None:
-    engine = fake_engine(
+    engine = make_engine(
         FakeRunner(num_pages=num_pages, sliding_window=6),
         max_num_batched_tokens=max_num_batched_tokens,
     )
@@ -158,6 +178,148 @@ def test_an_answer_does_not_depend_on_company_chunks_or_preemption(
     stats = engine.stats()
     assert (stats.num_preemptions > 0) == (num_pages == 9)
     assert (stats.num_used_pages, stats.num_used_window_pages) == (0, 0)
+
+
+@st.composite
+def loads(draw: st.DrawFn) -> list[list[GenerationRequest]]:
+    """What arrives before each step."""
+    arrivals: list[list[GenerationRequest]] = []
+    for number in range(draw(st.integers(1, 10))):
+        prompt = tuple((number * 31 + i * 7) % 89 for i in range(draw(st.integers(1, 12))))
+        max_tokens = draw(st.integers(1, 12))
+        sampling = {
+            "max_tokens": max_tokens,
+            "min_tokens": draw(st.integers(0, max_tokens)),
+            "temperature": draw(st.sampled_from([0, 1])),
+            "logprobs": draw(st.sampled_from([None, 0])),
+            "ignore_eos": True,
+        }
+        one = request(str(number), prompt, seed=number, **sampling)
+        arrivals += [[]] * draw(st.integers(0, 3))
+        arrivals += [[one]]
+    return arrivals
+
+
+def with_stop_tokens(load: list[list[GenerationRequest]]) -> list[list[GenerationRequest]]:
+    stop = tuple(range(0, 97, 6))
+    return [
+        [replace(one, sampling=replace(one.sampling, stop_token_ids=stop)) for one in arriving]
+        for arriving in load
+    ]
+
+
+@given(
+    load=loads(),
+    page_size=st.integers(1, 4),
+    sliding_window=st.integers(1, 6),
+    num_pages=st.integers(24, 40),
+    extra_window_pages=st.integers(0, 30),
+    max_num_seqs=st.integers(1, 4),
+    extra_budget=st.integers(0, 8),
+)
+def test_the_overlapped_loop_is_the_plain_one(
+    load: list[list[GenerationRequest]],
+    page_size: int,
+    sliding_window: int,
+    num_pages: int,
+    extra_window_pages: int,
+    max_num_seqs: int,
+    extra_budget: int,
+) -> None:
+    """Token for token; and step for step, unless a token ends an answer by what it is."""
+
+    def run(load: list[list[GenerationRequest]], *, is_asynchronous: bool) -> tuple[Any, Any]:
+        steps: list[list[tuple[str, int, int]]] = []
+        runner = FakeRunner(
+            page_size=page_size,
+            num_pages=num_pages // page_size,
+            num_window_pages=(sliding_window - 2) // page_size + 2 + extra_window_pages,
+            sliding_window=sliding_window,
+            is_asynchronous=is_asynchronous,
+            on_launch=lambda step: steps.append(
+                [(item.sequence.generation_id, item.first, item.num_slots) for item in step.items]
+            ),
+        )
+        engine = fake_engine(
+            runner, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_seqs + extra_budget
+        )
+        assert engine.is_overlapped == is_asynchronous
+        chunks: dict[str, list[TokenChunk]] = {}
+        for arriving in load:
+            for one in arriving:
+                engine.add(one)
+            for chunk in engine.step():
+                chunks.setdefault(chunk.generation_id, []).append(chunk)
+        while engine.has_work:
+            for chunk in engine.step():
+                chunks.setdefault(chunk.generation_id, []).append(chunk)
+        stats = engine.stats()
+        assert (stats.num_used_pages, stats.num_used_window_pages) == (0, 0)
+        return (chunks, stats), steps
+
+    assert run(load, is_asynchronous=True) == run(load, is_asynchronous=False)
+    load = with_stop_tokens(load)
+    (overlapped, stats), _ = run(load, is_asynchronous=True)
+    (plain, plain_stats), _ = run(load, is_asynchronous=False)
+    assert overlapped == plain
+    assert stats.num_finished == plain_stats.num_finished
+    assert stats.num_generated_tokens == plain_stats.num_generated_tokens
+
+
+def test_a_step_is_launched_while_one_runs_whose_tokens_wait_for_no_other() -> None:
+    events: list[str] = []
+    runner = FakeRunner(
+        is_asynchronous=True,
+        on_launch=lambda _: events.append("launch"),
+        on_result=lambda _: events.append("result"),
+    )
+    engine = fake_engine(runner)
+    engine.add(request("a", max_tokens=3, ignore_eos=True))
+    while engine.has_work:
+        events += ["token" for _ in engine.step()]
+    assert events == [
+        *("launch",),
+        *("launch", "result", "token"),
+        *("launch", "result", "token"),
+        *("result", "token"),
+    ]
+
+
+def test_a_token_is_heard_while_the_next_step_runs() -> None:
+    gate = Gate()
+    with running(fake_engine(FakeRunner(is_asynchronous=True, on_run=gate))) as loop:
+        client = submit(loop, "a", max_tokens=3, ignore_eos=True)
+        for num_heard in range(3):
+            gate.wait()
+            assert not client.has_more
+            gate.let()
+            assert client.next().token_ids
+            assert len(client.token_ids) == num_heard + 1
+
+
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+@pytest.mark.parametrize("overlap", ["auto", "on", "off"])
+def test_the_loop_is_overlapped_where_a_runner_is_asynchronous_unless_chosen(
+    overlap: str, is_asynchronous: bool
+) -> None:
+    runner = FakeRunner(is_asynchronous=is_asynchronous)
+    engine = fake_engine(runner, overlap=overlap)
+    assert engine.is_overlapped == {"auto": is_asynchronous, "on": True, "off": False}[overlap]
+    engine.add(request("a", max_tokens=9))
+    expected, _ = answer(engine.prepare(request("a", max_tokens=9)), runner.sliding_window)
+    assert tokens_of(run_to_end(engine), "a") == expected
+
+
+def test_a_decoder_that_guesses_gets_the_plain_loop() -> None:
+    runner = FakeRunner(is_asynchronous=True)
+    config = EngineConfig(page_size=4, overlap="on")
+    engine = Engine(config, runner, decoder=GuessingDecoder(runner.sliding_window))
+    assert not engine.is_overlapped
+    engine.add(request("a", max_tokens=20, ignore_eos=True))
+    chunks = run_to_end(engine)
+    sequence = engine.prepare(request("a", max_tokens=20, ignore_eos=True))
+    assert tokens_of(chunks, "a") == answer(sequence, runner.sliding_window)[0]
+    assert len(chunks) < 20
 
 
 @pytest.fixture(scope="module")
@@ -216,17 +378,23 @@ def model_answers(
     return answers
 
 
-@pytest.mark.parametrize("max_num_batched_tokens", [2048, 48])
+@pytest.mark.parametrize(
+    ("max_num_batched_tokens", "overlap"), [(2048, "off"), (48, "off"), (48, "on")]
+)
 @pytest.mark.parametrize("num_pages", [100, 18])
 def test_the_models_answers_do_not_depend_on_company_chunks_or_preemption(
     model_engine_config: EngineConfig,
     model_answers: dict[str, tuple[int, ...]],
     num_pages: int,
     max_num_batched_tokens: int,
+    overlap: Literal["on", "off"],
 ) -> None:
     """The reference model, in fp32."""
     config = replace(
-        model_engine_config, num_pages=num_pages, max_num_batched_tokens=max_num_batched_tokens
+        model_engine_config,
+        num_pages=num_pages,
+        max_num_batched_tokens=max_num_batched_tokens,
+        overlap=overlap,
     )
     engine = Engine(config, load_runner(config))
     for one in model_requests():
@@ -277,9 +445,9 @@ def test_a_request_without_a_deadline_gets_the_default_one() -> None:
     assert chunks[1].generation_id == "longer"
 
 
-def test_deadlines_alone_need_no_forward_pass() -> None:
+def test_deadlines_alone_need_no_forward_pass(make_engine: MakeEngine) -> None:
     runner = FakeRunner(on_run=lambda step: pytest.fail("nothing was left to run"))
-    engine = fake_engine(runner)
+    engine = make_engine(runner)
     engine.add(request("a", deadline=100.0))
     assert [chunk.finish_reason for chunk in engine.step()] == ["abort"]
     assert engine.step() == []
@@ -313,6 +481,62 @@ def test_a_failed_step_ends_everybody_and_the_engine() -> None:
     stats = engine.stats()
     assert (stats.num_used_pages, stats.num_used_window_pages, stats.num_running) == (0, 0, 0)
     assert stats.num_finished == {"abort": 1, "error": 3}
+
+
+@pytest.mark.parametrize("fails_at", ["launch", "result"])
+def test_a_step_that_fails_while_another_is_out_ends_everybody(fails_at: str) -> None:
+    asked: list[int] = []
+
+    def fail(step: ScheduledStep) -> None:
+        if step.items[0].num_output_tokens == 2:
+            raise RuntimeError("the device is gone")
+
+    runner = FakeRunner(is_asynchronous=True, on_result=lambda _: asked.append(1))
+    setattr(runner, {"launch": "on_launch", "result": "on_run"}[fails_at], fail)
+    engine = fake_engine(runner, max_num_seqs=2)
+    for name in ("decoding", "prefilling", "waiting"):
+        engine.add(request(name, (1,) * (2 if name == "decoding" else 40), max_tokens=9))
+    chunks = run_to_end(engine)
+    finals = [(c.generation_id, c.finish_reason) for c in chunks if c.finish_reason]
+    assert finals == [("decoding", "error"), ("prefilling", "error"), ("waiting", "error")]
+    assert chunks[-3:] == [chunk for chunk in chunks if chunk.finish_reason]
+    assert len(tokens_of(chunks, "decoding")) == (1 if fails_at == "launch" else 2)
+    assert len(asked) == (1 if fails_at == "launch" else 3), "a broken device is asked no more"
+    assert (engine.is_broken, engine.has_work, engine.step()) == (True, False, [])
+    assert (engine.stats().num_used_pages, engine.stats().num_running) == (0, 0)
+
+
+def test_a_step_in_vain_is_waited_for_before_the_engine_rests() -> None:
+    runner = FakeRunner(is_asynchronous=True)
+    engine = fake_engine(runner)
+    (stop, *_), _ = answer(engine.prepare(request("a", ignore_eos=True)), runner.sliding_window)
+    engine.add(request("a", stop_token_ids=[stop]))
+    assert engine.step() == []
+    assert [chunk.finish_reason for chunk in engine.step()] == ["stop"]
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_used_pages, stats.num_used_window_pages) == (0, 0, 0)
+    assert (engine.has_work, len(runner.out)) == (True, 1)
+    assert engine.step() == []
+    assert (engine.has_work, len(runner.out)) == (False, 0)
+
+
+def test_stop_waits_for_the_step_that_is_out() -> None:
+    gate = Gate()
+    runner = FakeRunner(is_asynchronous=True, on_run=gate)
+    with running(fake_engine(runner)) as loop:
+        client = submit(loop, "a", **FOREVER)
+        gate.let()
+        client.next()
+        gate.wait()
+        stopper = threading.Thread(target=loop.stop)
+        stopper.start()
+        refuse_from_now_on(loop)
+        gate.let(2)
+        stopper.join(SECONDS)
+        assert not stopper.is_alive()
+        assert client.final().finish_reason == "abort"
+        assert not runner.out
+        assert not loop.is_broken
 
 
 def test_stats_say_what_is_going_on() -> None:
@@ -407,11 +631,11 @@ def submit(loop: EngineLoop, generation_id: str, **sampling: Any) -> Client:
 FOREVER: dict[str, Any] = {"max_tokens": 61, "ignore_eos": True}
 
 
-def test_the_loop_answers_as_the_engine_does() -> None:
-    alone = fake_engine()
+def test_the_loop_answers_as_the_engine_does(make_engine: MakeEngine) -> None:
+    alone = make_engine()
     alone.add(request("a", max_tokens=20))
     expected = run_to_end(alone)
-    with running(fake_engine()) as loop:
+    with running(make_engine()) as loop:
         for name in "ab":
             client = submit(loop, "a", max_tokens=20)
             client.final()
@@ -419,8 +643,10 @@ def test_the_loop_answers_as_the_engine_does() -> None:
             assert not client.has_more
 
 
-def test_a_refused_request_raises_where_it_was_submitted_and_hears_nothing() -> None:
-    with running(fake_engine()) as loop:
+def test_a_refused_request_raises_where_it_was_submitted_and_hears_nothing(
+    make_engine: MakeEngine,
+) -> None:
+    with running(make_engine()) as loop:
         client = Client()
         with pytest.raises(InvalidRequest, match="at least 1 token"):
             loop.submit(request("a", ()), client)
@@ -428,9 +654,9 @@ def test_a_refused_request_raises_where_it_was_submitted_and_hears_nothing() -> 
         assert not client.has_more
 
 
-def test_an_open_generation_id_is_refused_by_the_loop_too() -> None:
+def test_an_open_generation_id_is_refused_by_the_loop_too(make_engine: MakeEngine) -> None:
     gate = Gate()
-    with running(fake_engine(FakeRunner(on_run=gate))) as loop:
+    with running(make_engine(FakeRunner(on_run=gate))) as loop:
         client = submit(loop, "a", max_tokens=1)
         with pytest.raises(InvalidRequest, match="generation_id must be unique, got 'a'"):
             submit(loop, "a")
@@ -458,20 +684,20 @@ def test_abort_ends_a_running_a_waiting_and_a_just_arrived_generation() -> None:
         assert last.final().finish_reason == "length"
 
 
-def test_a_reader_of_the_tokens_can_end_a_generation_as_stopped() -> None:
+def test_a_reader_of_the_tokens_can_end_a_generation_as_stopped(make_engine: MakeEngine) -> None:
     gate = Gate()
-    with running(fake_engine(FakeRunner(on_run=gate))) as loop:
+    with running(make_engine(FakeRunner(on_run=gate))) as loop:
         client = submit(loop, "a", **FOREVER)
         gate.wait()
         loop.abort("a", reason="stop")
-        gate.let()
+        gate.let(2)
         assert (client.final().finish_reason, client.has_more) == ("stop", False)
         assert loop.stats.num_finished == {"stop": 1}
 
 
-def test_an_abort_that_comes_too_late_changes_nothing() -> None:
+def test_an_abort_that_comes_too_late_changes_nothing(make_engine: MakeEngine) -> None:
     gate = Gate()
-    with running(fake_engine(FakeRunner(on_run=gate))) as loop:
+    with running(make_engine(FakeRunner(on_run=gate))) as loop:
         client = submit(loop, "a", max_tokens=1)
         gate.wait()
         loop.abort("a")
@@ -507,14 +733,14 @@ def test_the_queues_limits_refuse_with_unavailable() -> None:
         assert [client.final().finish_reason for client in clients] == ["length"] * 4
 
 
-def test_one_long_prompt_may_wait_whatever_the_token_limit() -> None:
-    with running(fake_engine(max_waiting_tokens=2, max_waiting_requests=0)) as loop:
+def test_one_long_prompt_may_wait_whatever_the_token_limit(make_engine: MakeEngine) -> None:
+    with running(make_engine(max_waiting_tokens=2, max_waiting_requests=0)) as loop:
         assert submit(loop, "a", max_tokens=1).final().finish_reason == "length"
 
 
-def test_who_finds_a_free_place_is_taken_whatever_the_limits() -> None:
+def test_who_finds_a_free_place_is_taken_whatever_the_limits(make_engine: MakeEngine) -> None:
     gate = Gate()
-    engine = fake_engine(
+    engine = make_engine(
         FakeRunner(on_run=gate), max_num_seqs=4, max_waiting_requests=0, max_waiting_tokens=5
     )
     with running(engine) as loop:
@@ -529,8 +755,8 @@ def test_who_finds_a_free_place_is_taken_whatever_the_limits() -> None:
         assert [client.final().finish_reason for client in clients] == ["length"] * 4
 
 
-def test_a_place_is_free_before_its_last_chunk_is_heard() -> None:
-    with running(fake_engine(max_num_seqs=1, max_waiting_requests=0)) as loop:
+def test_a_place_is_free_before_its_last_chunk_is_heard(make_engine: MakeEngine) -> None:
+    with running(make_engine(max_num_seqs=1, max_waiting_requests=0)) as loop:
         again: queue.SimpleQueue[Client] = queue.SimpleQueue()
         loop.submit(
             request("a", max_tokens=1), lambda _: again.put(submit(loop, "b", max_tokens=1))
@@ -538,9 +764,9 @@ def test_a_place_is_free_before_its_last_chunk_is_heard() -> None:
         assert again.get(timeout=SECONDS).final().finish_reason == "length"
 
 
-def test_the_deadline_of_a_waiting_request_fires() -> None:
+def test_the_deadline_of_a_waiting_request_fires(make_engine: MakeEngine) -> None:
     gate = Gate()
-    engine = fake_engine(FakeRunner(on_run=gate), max_num_seqs=1)
+    engine = make_engine(FakeRunner(on_run=gate), max_num_seqs=1)
     with running(engine) as loop:
         active = submit(loop, "a", max_tokens=2, ignore_eos=True)
         gate.wait()
@@ -553,9 +779,9 @@ def test_the_deadline_of_a_waiting_request_fires() -> None:
         assert active.final().finish_reason == "length"
 
 
-def test_drain_lets_the_open_ones_end_and_refuses_new_ones() -> None:
+def test_drain_lets_the_open_ones_end_and_refuses_new_ones(make_engine: MakeEngine) -> None:
     gate = Gate()
-    with running(fake_engine(FakeRunner(on_run=gate), max_num_seqs=1)) as loop:
+    with running(make_engine(FakeRunner(on_run=gate), max_num_seqs=1)) as loop:
         clients = [submit(loop, name, max_tokens=2, ignore_eos=True) for name in "ab"]
         gate.wait()
         drained: queue.SimpleQueue[bool] = queue.SimpleQueue()
@@ -579,14 +805,14 @@ def refuse_from_now_on(loop: EngineLoop) -> None:
         loop._condition.wait_for(lambda: loop._refusal, SECONDS)
 
 
-def test_a_generation_is_open_until_its_final_chunk_is_delivered() -> None:
+def test_a_generation_is_open_until_its_final_chunk_is_delivered(make_engine: MakeEngine) -> None:
     is_told, may_go_on = threading.Event(), threading.Event()
 
     def on_chunk(chunk: TokenChunk) -> None:
         is_told.set()
         assert may_go_on.wait(SECONDS)
 
-    with running(fake_engine()) as loop:
+    with running(make_engine()) as loop:
         loop.submit(request("a", max_tokens=1), on_chunk)
         assert is_told.wait(SECONDS)
         with pytest.raises(InvalidRequest, match="still open"):
@@ -595,8 +821,8 @@ def test_a_generation_is_open_until_its_final_chunk_is_delivered() -> None:
         assert loop.drain(SECONDS)
 
 
-def test_drain_cuts_at_its_limit() -> None:
-    with running(fake_engine(FakeRunner(max_model_len=8000, num_pages=2000))) as loop:
+def test_drain_cuts_at_its_limit(make_engine: MakeEngine) -> None:
+    with running(make_engine(FakeRunner(max_model_len=8000, num_pages=2000))) as loop:
         client = submit(loop, "a", max_tokens=7000, ignore_eos=True)
         client.next()
         assert not loop.drain(0.0)
@@ -628,10 +854,10 @@ def test_stop_ends_what_is_open_and_what_only_just_arrived() -> None:
         assert not loop.is_broken
 
 
-def test_a_broken_engine_tells_everybody_and_takes_nobody() -> None:
+def test_a_broken_engine_tells_everybody_and_takes_nobody(make_engine: MakeEngine) -> None:
     gate = Gate()
     gate.error = RuntimeError("the device is gone")
-    with running(fake_engine(FakeRunner(on_run=gate), max_num_seqs=1)) as loop:
+    with running(make_engine(FakeRunner(on_run=gate), max_num_seqs=1)) as loop:
         clients = [submit(loop, "a")]
         gate.wait()
         clients += [submit(loop, name) for name in "bc"]
@@ -649,8 +875,10 @@ def test_a_broken_engine_tells_everybody_and_takes_nobody() -> None:
         assert loop.drain(SECONDS)
 
 
-def test_a_bug_of_our_own_is_a_broken_engine_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = fake_engine()
+def test_a_bug_of_our_own_is_a_broken_engine_too(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
     monkeypatch.setattr(engine.scheduler, "schedule", lambda: 1 / 0)
     with running(engine) as loop:
         final = submit(loop, "a").final()
@@ -658,9 +886,11 @@ def test_a_bug_of_our_own_is_a_broken_engine_too(monkeypatch: pytest.MonkeyPatch
         assert "ZeroDivisionError" in final.error
 
 
-def test_even_a_loop_that_dies_says_so_to_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_even_a_loop_that_dies_says_so_to_everybody(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate = Gate()
-    engine = fake_engine(FakeRunner(on_run=gate))
+    engine = make_engine(FakeRunner(on_run=gate))
     loop = EngineLoop(engine)
     client = submit(loop, "a", **FOREVER)
     gate.wait()
@@ -671,14 +901,14 @@ def test_even_a_loop_that_dies_says_so_to_everybody(monkeypatch: pytest.MonkeyPa
     loop.stop()
 
 
-def test_a_callback_that_raises_costs_only_its_own_generation() -> None:
+def test_a_callback_that_raises_costs_only_its_own_generation(make_engine: MakeEngine) -> None:
     class Bad(Client):
         def __call__(self, chunk: TokenChunk) -> None:
             super().__call__(chunk)
             raise RuntimeError("not my day")
 
     gate = Gate()
-    with running(fake_engine(FakeRunner(on_run=gate))) as loop:
+    with running(make_engine(FakeRunner(on_run=gate))) as loop:
         good = submit(loop, "good", max_tokens=4, ignore_eos=True)
         bad = Bad()
         loop.submit(request("bad", **FOREVER), bad)
@@ -689,9 +919,9 @@ def test_a_callback_that_raises_costs_only_its_own_generation() -> None:
         assert loop.drain(SECONDS)
 
 
-def test_stats_count_who_has_only_just_arrived() -> None:
+def test_stats_count_who_has_only_just_arrived(make_engine: MakeEngine) -> None:
     gate = Gate()
-    with running(fake_engine(FakeRunner(on_run=gate))) as loop:
+    with running(make_engine(FakeRunner(on_run=gate))) as loop:
         clients = [submit(loop, "a", max_tokens=1)]
         gate.wait()
         clients += [submit(loop, name, max_tokens=1) for name in "bc"]

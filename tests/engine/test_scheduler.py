@@ -1,4 +1,5 @@
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import hypothesis.strategies as st
@@ -11,10 +12,10 @@ from gptoss_engine.decoding import Decoder
 from gptoss_engine.decoding.plain import PlainDecoder
 from gptoss_engine.page_pool import GONE, PagePool
 from gptoss_engine.scheduler import Scheduler
-from gptoss_engine.sequence import ScheduledStep, Sequence, Status
+from gptoss_engine.sequence import NO_SEAT, ScheduledStep, Sequence, Status
 from gptoss_engine.types import TokenChunk
 
-from .fakes import EOS, FakeRunner, GuessingDecoder, answer, request
+from .fakes import EOS, FakeRunner, GuessingDecoder, Launched, answer, request
 
 
 def make_scheduler(
@@ -376,8 +377,153 @@ def test_a_stop_token_among_accepted_guesses_cuts_what_follows_it() -> None:
     assert chunks[-1].finish_reason == "stop"
 
 
+def begin(
+    scheduler: Scheduler, runner: FakeRunner
+) -> tuple[ScheduledStep, Callable[[], list[TokenChunk]]]:
+    """The next step, launched, and what updates with its result."""
+    step = scheduler.schedule()
+    launched = runner.launch(step)
+    return step, lambda: scheduler.update(step, launched.result())
+
+
+def test_the_token_of_the_step_that_is_out_is_the_next_ones_input() -> None:
+    runner = FakeRunner(is_asynchronous=True)
+    scheduler = make_scheduler(runner)
+    sequence = make_sequence("a", 11, 9)
+    scheduler.add(sequence)
+    _, end_first = begin(scheduler, runner)
+    found = []
+    for _ in range(4):
+        step, end_next = begin(scheduler, runner)
+        (item,) = step.items
+        found.append((item.first, item.num_tokens, item.num_output_tokens, item.is_pending))
+        end_first()
+        end_first = end_next
+    # The prompt's second chunk is known; then each token but the step's own is in the cache.
+    assert found == [(8, 3, 0, False), (11, 1, 1, True), (12, 1, 2, True), (13, 1, 3, True)]
+    assert tuple(sequence.token_ids[11:]) == answer(sequence, runner.sliding_window)[0][:3]
+
+
+def test_who_ends_with_the_token_that_is_pending_makes_room_at_once() -> None:
+    """As if the step had run: nobody waits longer for a place than in the plain loop."""
+    runner = FakeRunner(num_pages=2, is_asynchronous=True)
+    scheduler = make_scheduler(runner, max_num_seqs=1)
+    a, b = make_sequence("a", 5, 1), make_sequence("b", 5, 2)
+    scheduler.add(a)
+    scheduler.add(b)
+    first, end_first = begin(scheduler, runner)
+    second, end_second = begin(scheduler, runner)
+    assert (sizes(first), sizes(second)) == ([("a", 5)], [("b", 5)])
+    assert first.items[0].seat == second.items[0].seat
+    assert (a.status, a.page_tables.full, "a" in scheduler) == (Status.ENDING, [], True)
+    assert tokens_of(end_first()) == answer(a, runner.sliding_window)[0]
+    assert (a.status, "a" in scheduler, scheduler.num_finished) == (
+        *(Status.FINISHED, False),
+        {"length": 1},
+    )
+    end_second()
+    run_to_end(scheduler, runner)
+    assert tuple(b.token_ids[5:]) == answer(b, runner.sliding_window)[0]
+
+
+def test_an_abort_ends_who_would_have_ended_with_the_step() -> None:
+    runner = FakeRunner(is_asynchronous=True)
+    scheduler = make_scheduler(runner)
+    scheduler.add(make_sequence("a", 3, 1))
+    _, end = begin(scheduler, runner)
+    assert scheduler.schedule().items == ()
+    chunk = scheduler.abort("a")
+    assert (chunk and chunk.finish_reason, scheduler.has_work) == ("abort", False)
+    assert end() == []
+
+
+def test_a_stop_token_that_is_known_late_costs_a_token_that_nobody_hears_of() -> None:
+    runner = FakeRunner(is_asynchronous=True)
+    scheduler = make_scheduler(runner)
+    tokens, _ = answer(make_sequence("a", 3, 9), runner.sliding_window)
+    scheduler.add(make_sequence("a", 3, 9, stop_token_ids=[tokens[0]]))
+    _, end_first = begin(scheduler, runner)
+    second, end_second = begin(scheduler, runner)
+    assert sizes(second) == [("a", 1)]
+    (chunk,) = end_first()
+    assert (chunk.token_ids, chunk.finish_reason) == (tokens[:1], "stop")
+    assert scheduler.full.num_used == scheduler.window.num_used == 0
+    # Another one gets its id, its seat and its pages while that token is still computed.
+    again = make_sequence("a", 6, 2)
+    scheduler.add(again)
+    third, end_third = begin(scheduler, runner)
+    assert third.items[0].seat == second.items[0].seat
+    assert end_second() == []
+    end_third()
+    run_to_end(scheduler, runner)
+    assert tuple(again.token_ids[6:]) == answer(again, runner.sliding_window)[0]
+    assert (scheduler.num_generated_tokens, scheduler.num_prompt_tokens) == (3, 9)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_who_is_preempted_while_its_step_is_out_gets_its_token(ends: bool) -> None:
+    runner = FakeRunner(page_size=2, num_pages=5, is_asynchronous=True)
+    scheduler = make_scheduler(runner)
+    a, b = make_sequence("a", 4, 6), make_sequence("b", 1, 6)
+    tokens, _ = answer(b, runner.sliding_window)
+    if ends:
+        b = make_sequence("b", 1, 6, stop_token_ids=[tokens[2]])
+    scheduler.add(a)
+    scheduler.add(b)
+    out: deque[Callable[[], list[TokenChunk]]] = deque()
+    preempted: tuple[Sequence, ...] = ()
+    while not preempted:
+        step, end = begin(scheduler, runner)
+        preempted = step.preempted
+        out.append(end)
+        if len(out) == 2 and not preempted:
+            out.popleft()()
+    assert preempted == (b,)
+    assert (b.num_output_tokens, b.num_pending_tokens, b.num_computed_tokens) == (2, 1, 0)
+    assert scheduler.num_waiting_tokens == 3
+    told = [chunk for chunk in out.popleft()() if chunk.generation_id == "b"]
+    assert [(c.token_ids, c.finish_reason) for c in told] == [
+        (tokens[2:3], "stop" if ends else None)
+    ]
+    assert (scheduler.num_waiting_tokens, b.num_pending_tokens) == (0 if ends else 4, 0)
+    assert ([*scheduler.waiting] == []) == ends
+    out.popleft()()
+    run_to_end(scheduler, runner)
+    assert tuple(b.token_ids[1:]) == (tokens[:3] if ends else tokens)
+    assert tuple(a.token_ids[4:]) == answer(a, runner.sliding_window)[0]
+
+
+def test_the_next_chunk_gets_the_window_pages_that_the_chunk_before_still_reads() -> None:
+    """Nothing is written to them before it has run, so two chunks need no more pages than one."""
+    runner = FakeRunner(page_size=2, num_window_pages=5, sliding_window=4, is_asynchronous=True)
+    scheduler = make_scheduler(runner)
+    sequence = make_sequence("a", 14, 2)
+    scheduler.add(sequence)
+    _, end_first = begin(scheduler, runner)
+    first_pages = set(sequence.page_tables.window)
+    step, end_second = begin(scheduler, runner)
+    assert sizes(step) == [("a", 6)]
+    assert first_pages & set(sequence.page_tables.window[4:])
+    end_first()
+    end_second()
+    run_to_end(scheduler, runner)
+    assert tuple(sequence.token_ids[14:]) == answer(sequence, runner.sliding_window)[0]
+
+
+def test_who_guesses_must_know_all_tokens() -> None:
+    runner = FakeRunner(is_asynchronous=True)
+    scheduler = make_scheduler(runner, decoder=GuessingDecoder(runner.sliding_window))
+    scheduler.add(make_sequence("a", 3, 9))
+    begin(scheduler, runner)
+    with pytest.raises(AssertionError, match="must know all tokens"):
+        scheduler.schedule()
+
+
 class Traffic(RuleBasedStateMachine):
-    """Requests, aborts, deadlines and steps in any order, on caches that are mostly too small."""
+    """Requests, aborts, deadlines and steps in any order, on caches that are mostly too small.
+
+    If overlapped, all of it happens while a step is out.
+    """
 
     @initialize(
         page_size=st.integers(1, 4),
@@ -386,7 +532,7 @@ class Traffic(RuleBasedStateMachine):
         extra_window_pages=st.integers(0, 6),
         max_num_seqs=st.integers(1, 4),
         extra_budget=st.integers(0, 8),
-        guesses=st.sampled_from([0, 0, 3]),
+        mode=st.sampled_from(["plain", "overlapped", "overlapped", "guessing"]),
     )
     def begin(
         self,
@@ -396,21 +542,24 @@ class Traffic(RuleBasedStateMachine):
         extra_window_pages: int,
         max_num_seqs: int,
         extra_budget: int,
-        guesses: int,
+        mode: str,
     ) -> None:
+        self.num_out = 1 if mode == "overlapped" else 0
         self.runner = FakeRunner(
             page_size=page_size,
             num_pages=2 + extra_pages,
             num_window_pages=(sliding_window - 2) // page_size + 2 + extra_window_pages,
             sliding_window=sliding_window,
             max_model_len=24,
+            is_asynchronous=mode == "overlapped",
         )
         self.scheduler = make_scheduler(
             self.runner,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + extra_budget,
-            decoder=GuessingDecoder(sliding_window, guesses) if guesses else None,
+            decoder=GuessingDecoder(sliding_window) if mode == "guessing" else None,
         )
+        self.out: deque[tuple[ScheduledStep, Launched]] = deque()
         self.sequences: list[Sequence] = []
         self.answers: dict[str, tuple[tuple[int, ...], str]] = {}
         self.chunks: dict[str, list[TokenChunk]] = {}
@@ -425,6 +574,7 @@ class Traffic(RuleBasedStateMachine):
                 "temperature": st.sampled_from([0, 1]),
                 "ignore_eos": st.booleans(),
                 "stop_token_ids": st.sampled_from([[], [7], [*range(0, 97, 5)]]),
+                "min_tokens": st.integers(0, 3),
             }
         ),
     )
@@ -432,6 +582,7 @@ class Traffic(RuleBasedStateMachine):
         self, prompt_length: int, max_tokens: int, seconds: int | None, sampling: dict[str, Any]
     ) -> None:
         limit = self.scheduler.max_num_tokens
+        sampling["min_tokens"] = min(sampling["min_tokens"], max_tokens)
         prompt_length = min(prompt_length, limit - 1)
         sequence = make_sequence(
             f"{len(self.sequences)}",
@@ -471,32 +622,42 @@ class Traffic(RuleBasedStateMachine):
     @rule(num_steps=st.integers(1, 4))
     def steps(self, num_steps: int) -> None:
         for _ in range(num_steps):
-            if self.scheduler.has_work:
+            if self.scheduler.has_work or self.out:
                 self.step()
                 self.pages_and_queues_are_whole()
 
     def step(self) -> None:
         scheduler = self.scheduler
         before = {s: s.num_computed_tokens for s in self.sequences}
-        oldest = (scheduler.running or scheduler.waiting)[0]
         step = scheduler.schedule()
         assert sum(item.num_slots for item in step.items) <= scheduler.max_num_batched_tokens
         assert len(step.items) <= len(scheduler.running) <= scheduler.max_num_seqs
         served = [item.sequence for item in step.items]
-        assert oldest in served, "the oldest always advances"
-        assert oldest not in step.preempted
-        assert all(item.sequence.status is Status.RUNNING for item in step.items)
-        assert all(item.first == before[item.sequence] for item in step.items)
+        assert not scheduler.running or scheduler.running[0] in served, "the oldest advances"
+        for item in step.items:
+            assert item.sequence.status is Status.RUNNING
+            assert (item.seat, item.first) == (item.sequence.seat, before[item.sequence])
+            assert item.sequence.num_computed_tokens > item.first
         assert all(s in scheduler.waiting and s.num_computed_tokens == 0 for s in step.preempted)
         is_prefill = [not item.is_decode for item in step.items]
         assert is_prefill == sorted(is_prefill), "decodes first"
         for group in (is_prefill.index(True) if True in is_prefill else len(served),):
             assert in_order(self.sequences, served[:group])
             assert in_order(self.sequences, served[group:])
-        chunks = scheduler.update(step, self.runner.run(step))
-        for sequence in served:
-            if sequence.status is Status.RUNNING:
-                assert sequence.num_computed_tokens > before[sequence]
+        if step.items:
+            self.out.append((step, self.runner.launch(step)))
+        self.pages_and_queues_are_whole()
+        if len(self.out) > self.num_out or not step.items:
+            self.update()
+
+    def update(self) -> None:
+        step, launched = self.out.popleft()
+        output = launched.result()
+        open_ = [item.sequence for item in step.items if item.sequence.status != Status.FINISHED]
+        chunks = self.scheduler.update(step, output)
+        due = [item.sequence.generation_id for item in step.items if item.is_sampled]
+        told = [chunk.generation_id for chunk in chunks]
+        assert told == [s.generation_id for s in open_ if s.generation_id in due]
         self.receive(chunks)
 
     def receive(self, chunks: list[TokenChunk]) -> None:
@@ -528,6 +689,9 @@ class Traffic(RuleBasedStateMachine):
             if sequence.status is not Status.RUNNING:
                 assert not sequence.page_tables.full
                 assert not sequence.page_tables.window
+                assert sequence.seat == NO_SEAT
+        seats = [s.seat for s in scheduler.running]
+        assert sorted(seats + scheduler._free_seats) == [*range(scheduler.max_num_seqs)]
         assert scheduler.num_waiting_tokens == sum(len(s.token_ids) for s in scheduler.waiting)
         for pool, group in ((scheduler.full, "full"), (scheduler.window, "window")):
             owned = [
@@ -548,12 +712,13 @@ class Traffic(RuleBasedStateMachine):
             for s in self.sequences
             if s.status is not Status.FINISHED
         )
-        for _ in range(bound):
-            if not self.scheduler.has_work:
+        for _ in range(bound + 2 * self.num_out):
+            if not self.scheduler.has_work and not self.out:
                 break
             self.step()
             self.pages_and_queues_are_whole()
         assert not self.scheduler.has_work
+        assert not self.out
         assert self.scheduler.full.num_used == self.scheduler.window.num_used == 0
 
 
