@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _PROFILED_STEPS = 8
 
 
-@engine_config(max_num_batched_tokens=32768, max_num_seqs=128, default_timeout_seconds=1e9)
+@engine_config(max_num_seqs=128, default_timeout_seconds=1e9)
 def decode(
     *,
     batches: Annotated[str, typer.Option(help="Sequences at once.")] = "1,2,4,8,16,32,64,128",
