@@ -1,6 +1,7 @@
 """The paged keys and values of all layers, and how many pages a configuration gets."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,32 +48,68 @@ class PageCounts:
 
     @classmethod
     def derive(cls, config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> "PageCounts":
-        """As configured or, where 0, what max_num_seqs sequences can use within the memory given.
+        """Of a CPU: pages_for the memory that kv_cache_gigabytes gives."""
+        given = f"kv_cache_gigabytes ({config.kv_cache_gigabytes:g})"
+        return pages_for(int(config.kv_cache_gigabytes * 1e9), config, model, dtype, given)
 
-        A sequence's window layers hold the pages that its next queries see, and those that the
-        step's own tokens fill; the rest of kv_cache_gigabytes is left to the full layers.
-        """
-        page_size = config.page_size
-        max_len = max_model_len(config, model)
-        pages_a_sequence = -(-max_len // page_size)
-        most = config.max_num_seqs * pages_a_sequence
-        # A window touches one page more than it fills, and so does each sequence's new piece.
-        window = config.max_num_seqs * (-(-model.sliding_window // page_size) + 2)
-        window += -(-config.max_num_batched_tokens // page_size)
-        window = config.num_window_pages or min(window, most)
+    def num_bytes(
+        self, config: EngineConfig, model: ModelConfig, dtype: torch.dtype
+    ) -> "PageBytes":
+        page = page_bytes(config, model, dtype)
+        return PageBytes(self.full * page.full, self.window * page.window)
 
-        bytes_a_page = 2 * page_size * model.num_kv_heads * model.head_dim * dtype.itemsize
-        window_bytes = window * bytes_a_page * model.num_window_layers
-        full_layers = model.num_layers - model.num_window_layers
-        room = int(config.kv_cache_gigabytes * 1e9) - window_bytes
-        full = config.num_pages or min(most, room // (bytes_a_page * max(full_layers, 1)))
-        if full < 1:
-            raise InvalidConfig(
-                f"kv_cache_gigabytes ({config.kv_cache_gigabytes:g}) leaves no page for the full "
-                f"layers: the window layers of max_num_seqs ({config.max_num_seqs}) sequences "
-                f"take {window_bytes / 1e9:.2f} GB"
-            )
-        return cls(full=full, window=window)
+
+class PageBytes(NamedTuple):
+    """Of keys and values, in all layers of each page group."""
+
+    full: int
+    window: int
+
+
+def page_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> PageBytes:
+    """Of one page of each group: one layer's page is [KV, page_size, D], twice."""
+    layer = 2 * config.page_size * model.num_kv_heads * model.head_dim * dtype.itemsize
+    num_full_layers = model.num_layers - model.num_window_layers
+    return PageBytes(layer * num_full_layers, layer * model.num_window_layers)
+
+
+def window_pages(config: EngineConfig, model: ModelConfig) -> int:
+    """What the window layers of max_num_seqs sequences and of one step's tokens hold at most."""
+    # Wherever a window and the next token lie; the piece that continues a prompt touches two more.
+    a_sequence = (model.sliding_window - 1) // config.page_size + 2
+    of_step = -(-config.max_num_batched_tokens // config.page_size) + 2
+    return min(config.max_num_seqs * a_sequence + of_step, _most_pages(config, model))
+
+
+def pages_for(
+    free_bytes: int,
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    given: str = "the memory that is left",
+) -> PageCounts:
+    """As configured or, where 0, what max_num_seqs sequences can use within so many bytes.
+
+    A sequence's window layers hold the pages that its next queries see, and those that the step's
+    own tokens fill: they get what they need, and the full layers the rest. dtype: of the cache.
+    given: what gives the bytes, for the sentence when they do not suffice.
+    """
+    page = page_bytes(config, model, dtype)
+    window = config.num_window_pages or window_pages(config, model)
+    room = free_bytes - window * page.window
+    # A model whose layers all see a window has no bytes in the other group.
+    full = config.num_pages or min(_most_pages(config, model), room // max(page.full, 1))
+    if full < 1:
+        raise InvalidConfig(
+            f"{given} leaves no page for the full layers: the window layers of max_num_seqs "
+            f"({config.max_num_seqs}) sequences take {window * page.window / 1e9:.2f} GB"
+        )
+    return PageCounts(full=full, window=window)
+
+
+def _most_pages(config: EngineConfig, model: ModelConfig) -> int:
+    """Of either group, that max_num_seqs sequences of full length can use."""
+    return config.max_num_seqs * -(-max_model_len(config, model) // config.page_size)
 
 
 def max_model_len(config: EngineConfig, model: ModelConfig) -> int:

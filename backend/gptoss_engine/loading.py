@@ -2,10 +2,11 @@
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -55,18 +56,20 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     rank: Rank = Rank(),  # noqa: B008
+    beside: Mapping[str, int] = MappingProxyType({}),
 ) -> Weights:
     """Reads the rank's part of every tensor into its place: no second copy of the model.
 
     What the files hold as it will lie in memory is read there and no more is done to it. Random
     weights for a GPU are made on it, and are other ones than a CPU's: see generated.py.
 
-    dtype: of dense weights and their biases. Raises InvalidConfig where the source has no such
+    dtype: of dense weights and their biases. beside: what else has to fit into the memory, in
+    bytes by what it is. Raises InvalidConfig where the source has no such
     weights, the memory is too small or the ranks do not divide the model; blocks that FP8
     cannot hold exactly are counted in a warning. Raises InvalidCheckpoint at a damaged tensor.
     """
     plan = _Plan(source, mode, dtype, rank)
-    plan.check_memory(device)
+    plan.check_memory(device, beside)
     started = time.monotonic()
     weights = plan.allocate(device)
     made = source
@@ -130,10 +133,10 @@ class _Plan:
         ]
         return Weights(made["embedding"], tuple(layers), made["norm"], made["unembedding"])
 
-    def check_memory(self, device: torch.device) -> None:
+    def check_memory(self, device: torch.device, beside: Mapping[str, int]) -> None:
         needed = self.allocate(torch.device("meta")).num_bytes
         free = free_memory(device)
-        if free is None or needed <= free:
+        if free is None or needed + sum(beside.values()) <= free:
             return
         others = []
         for mode in ("fp8", "mxfp4"):
@@ -142,10 +145,12 @@ class _Plan:
                 plan = _Plan(self._source, mode, self._dtype, self._rank)
                 size = plan.allocate(torch.device("meta")).num_bytes
                 others.append(f"{decimal(size)} with weights {mode}")
+        others_take = "".join(f", {name} {decimal(size)}" for name, size in beside.items())
         instead = f"; they would take {' and '.join(others)}" if others else ""
         raise InvalidConfig(
             f"the weights of {self._source.label} take {decimal(needed)} with weights "
-            f"{self._mode} and {decimal(free)} of memory are free on {device}{instead}"
+            f"{self._mode}{others_take}{',' if beside else ''} and {decimal(free)} of memory are "
+            f"free on {device}{instead}"
         )
 
     def jobs(self, weights: Weights) -> Iterator[_Job]:

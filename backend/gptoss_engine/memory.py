@@ -31,6 +31,20 @@ def free_memory(device: torch.device, root: Path = _ROOT) -> int | None:
     return min(found, default=None)
 
 
+def free_for_pages(device: torch.device, utilization: float) -> int:
+    """Bytes of a GPU that may still be taken until `utilization` of it is in use, by whomever.
+
+    What PyTorch has kept for later is in use: once the largest step has run, all later steps need
+    that and no more. May be negative.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    return free - left_free(total, utilization)
+
+
+def left_free(total: int, utilization: float) -> int:
+    return total - int(total * utilization)
+
+
 def _table(path: Path) -> dict[str, int]:
     """Lines of a name and a number."""
     try:

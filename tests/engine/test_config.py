@@ -37,6 +37,10 @@ def test_strings_as_config_pbtxt_has_them_and_typed_values_are_the_same() -> Non
             {"kv_cache_gigabytes": "nan"},
             "kv_cache_gigabytes must be in [0.001, 100000], got nan",
         ),
+        (
+            {"gpu_memory_utilization": 1.5},
+            "gpu_memory_utilization must be in [0.01, 1], got 1.5",
+        ),
         ({"device": "tpu"}, "device must be one of auto, cpu, cuda, got 'tpu'"),
         ({"model": 5}, "model must be text, got 5"),
         ({"weights": "fp4"}, "weights must be one of auto, fp8, mxfp4, bf16, got 'fp4'"),
@@ -70,6 +74,35 @@ def test_what_cannot_work_is_refused_in_words(values: dict[str, object], sentenc
     with pytest.raises(InvalidConfig) as refused:
         EngineConfig.from_mapping(values)
     assert str(refused.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("device", "visible", "values", "expected"),
+    [
+        ("nvidia0", None, {}, (256, 8192)),
+        ("nvidia0", "0", {"device": "cuda"}, (256, 8192)),
+        ("nvidia0", "", {}, (64, 2048)),
+        ("nvidia0", None, {"device": "cpu"}, (64, 2048)),
+        ("nvidiactl", None, {}, (64, 2048)),
+        ("nvidia3", None, {"max_num_batched_tokens": 100}, (100, 100)),
+        ("nvidia3", None, {"max_num_seqs": "512"}, (512, 8192)),
+    ],
+)
+def test_defaults_are_the_devices(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    visible: str | None,
+    values: dict[str, object],
+    expected: tuple[int, int],
+) -> None:
+    (tmp_path / device).touch()
+    monkeypatch.setattr("gptoss_engine.config._DEVICES", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    config = EngineConfig.from_mapping(values)
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == expected
 
 
 @pytest.mark.parametrize("suffix", [".toml", ".json"])

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from gptoss_engine.config import EngineConfig, InvalidConfig
-from gptoss_engine.kv_cache import KVCache, PageCounts, max_model_len
+from gptoss_engine.engine import Engine
+from gptoss_engine.kv_cache import KVCache, PageCounts, max_model_len, window_pages
 
-from .fakes import model_config
+from .fakes import FakeRunner, model_config, request
 
 # Two layers, one of each kind, one KV head of 4: 2 * 4 * 4 bytes a token and layer in fp32.
 MODEL = model_config(sliding_window=128, max_model_len=4096)
@@ -21,16 +22,40 @@ def test_configured_counts_are_kept():
 
 
 def test_derived_counts_serve_all_sequences_and_no_more():
-    # Two windows of 2 pages, each one page more for where it starts and one for the new tokens,
-    # and the 10 pages that a step's tokens fill.
+    # Two windows and the next tokens touch 3 pages each, a step's tokens fill 10, and the piece of
+    # a prompt begins and ends within pages.
     assert PageCounts.derive(CONFIG, MODEL, torch.float32) == PageCounts(full=128, window=18)
     short = replace(CONFIG, max_model_len=100)
     assert PageCounts.derive(short, MODEL, torch.float32) == PageCounts(full=4, window=4)
 
 
+@pytest.mark.parametrize(("page_size", "sliding_window"), [(4, 4), (4, 7), (1, 4), (8, 4)])
+def test_derived_window_pages_never_run_short(page_size: int, sliding_window: int):
+    """All sequences in step with each other, so that all windows cross a page's border at once."""
+    config = EngineConfig(
+        page_size=page_size, max_num_seqs=32, max_num_batched_tokens=32, max_model_len=64
+    )
+    model = model_config(sliding_window=sliding_window, max_model_len=64)
+    runner = FakeRunner(
+        page_size=page_size,
+        num_pages=32 * 64 // page_size,
+        num_window_pages=window_pages(config, model),
+        sliding_window=sliding_window,
+    )
+    engine = Engine(config, runner)
+    for index in range(32):
+        engine.add(request(str(index), (1,), max_tokens=40, ignore_eos=True))
+    for index in range(32, 48):
+        engine.add(request(str(index), (1,) * (index % 9 + 12), max_tokens=30, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+    stats = engine.stats()
+    assert (stats.num_preemptions, stats.num_finished["length"]) == (0, 48)
+
+
 def test_derived_counts_fit_the_memory():
     config = replace(CONFIG, kv_cache_gigabytes=0.001, max_num_seqs=32)
-    window = 32 * 4 + 10
+    window = 32 * 3 + 12
     in_all = 1_000_000 // (64 * 32)
     counts = PageCounts.derive(config, MODEL, torch.float32)
     assert counts == PageCounts(full=in_all - window, window=window)

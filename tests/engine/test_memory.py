@@ -1,8 +1,9 @@
 from pathlib import Path
 
+import pytest
 import torch
 
-from gptoss_engine.memory import free_memory
+from gptoss_engine.memory import free_for_pages, free_memory
 
 CPU = torch.device("cpu")
 GB = 10**9
@@ -51,3 +52,13 @@ def test_so_has_one_of_the_older_kind(tmp_path: Path):
 
 def test_where_nothing_is_said_nothing_is_known(tmp_path: Path):
     assert free_memory(CPU, tmp_path) is None
+
+
+def test_a_gpu_is_used_up_to_the_share_that_is_given(monkeypatch: pytest.MonkeyPatch):
+    """Whoever uses it: what others hold is not free, either."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30 * GB, 100 * GB))
+    gpu = torch.device("cuda")
+    assert free_memory(gpu) == 30 * GB
+    assert free_for_pages(gpu, 1.0) == 30 * GB
+    assert free_for_pages(gpu, 0.9) == 20 * GB
+    assert free_for_pages(gpu, 0.6) == -10 * GB

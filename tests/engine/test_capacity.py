@@ -1,0 +1,133 @@
+"""The arithmetic of a GPU's memory, with the published models and an H200's figures."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gptoss_engine import loading
+from gptoss_engine.capacity import Capacity, beside_weights, least_step_bytes
+from gptoss_engine.checkpoints.random_checkpoint import Like, RandomCheckpoint
+from gptoss_engine.config import EngineConfig, InvalidConfig
+from gptoss_engine.kv_cache import PageBytes, PageCounts, pages_for, window_pages
+from gptoss_engine.loading import load_weights
+from gptoss_engine.memory import free_for_pages
+from gptoss_engine.shards import Rank
+
+H200 = 139 * 2**30
+CONTEXT = 600_000_000  # of the driver, PyTorch and its libraries
+GRAPHS = 500_000_000
+CUDA = torch.device("cuda")
+CONFIG = EngineConfig(max_num_seqs=256, max_num_batched_tokens=8192)
+
+
+def weight_bytes(like: Like) -> int:
+    plan = loading._Plan(RandomCheckpoint(like), "fp8", torch.bfloat16, Rank())
+    return plan.allocate(torch.device("meta")).num_bytes
+
+
+def a_gpu_of(monkeypatch: pytest.MonkeyPatch, total: int, free: int) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=total)
+    )
+
+
+@pytest.mark.parametrize(
+    ("like", "cache", "num_tokens"),
+    [
+        ("120b", torch.bfloat16, 600_000),
+        ("120b", torch.float8_e4m3fn, 1_200_000),
+        ("20b", torch.bfloat16, 4_800_000),
+    ],
+)
+def test_an_h200_holds_the_models_beside_so_many_tokens(
+    monkeypatch: pytest.MonkeyPatch, like: Like, cache: torch.dtype, num_tokens: int
+):
+    model = RandomCheckpoint(like).config
+    step = least_step_bytes(CONFIG, model)
+    used = weight_bytes(like) + step * 5 // 4 + CONTEXT + GRAPHS
+    a_gpu_of(monkeypatch, H200, H200 - used)
+    free = free_for_pages(CUDA, CONFIG.gpu_memory_utilization)
+    counts = pages_for(free, CONFIG, model, cache)
+    assert counts.full * 64 >= num_tokens
+    # 256 windows of 3 pages, the 128 of a step, and two more.
+    assert counts.window == 898
+    pages = counts.num_bytes(CONFIG, model, cache)
+    assert used + sum(pages) <= 0.97 * H200
+    assert used + sum(pages) + pages.full // counts.full > 0.97 * H200
+
+
+def test_a_step_holds_what_its_mixture_of_experts_does():
+    """Counted by hand, for one token of the 120b: 2880 wide everywhere, 23 scales a row."""
+    model = RandomCheckpoint("120b").config
+    a_token = 3 * 2880 * 2 + 4 * (2880 + 23 * 4 + 2880 + 23 * 4 + 2880 * 2)
+    assert least_step_bytes(CONFIG, model) == 8192 * a_token
+    few = replace(CONFIG, max_num_batched_tokens=256)
+    assert least_step_bytes(few, model) == 256 * 201_088 * 2, "a row of logits each"
+
+
+def test_what_does_not_fit_is_refused_before_it_is_loaded(monkeypatch: pytest.MonkeyPatch):
+    source = RandomCheckpoint("120b")
+    a_gpu_of(monkeypatch, 80 * 2**30, 79 * 2**30)
+    beside = beside_weights(CONFIG, source.config, torch.bfloat16, CUDA)
+    with pytest.raises(InvalidConfig) as refused:
+        load_weights(source, "fp8", torch.bfloat16, CUDA, beside=beside)
+    assert str(refused.value) == (
+        "the weights of random 120b, seed 0 take 118.2 GB with weights fp8, a step of 8192 tokens "
+        "525.1 MB, window layers' pages of 256 sequences 2.1 GB, full layers' pages 2.4 MB, what "
+        "gpu_memory_utilization (0.97) leaves free 2.6 GB, and 84.8 GB of memory are free on cuda; "
+        "they would take 64.4 GB with weights mxfp4"
+    )
+
+
+def test_what_stands_beside_the_weights_counts(monkeypatch: pytest.MonkeyPatch):
+    """The weights alone would fit; to the byte."""
+    source = RandomCheckpoint("tiny", num_layers=1, vocab_size=64)
+    plan = loading._Plan(source, "bf16", torch.bfloat16, Rank())
+    needed = plan.allocate(torch.device("meta")).num_bytes
+    monkeypatch.setattr(loading, "free_memory", lambda device: needed + 7)
+    cpu = torch.device("cpu")
+    load_weights(source, "bf16", torch.bfloat16, cpu, beside={"this": 4, "that": 3})
+    with pytest.raises(InvalidConfig, match=r"weights bf16, this 4 bytes, that 4 bytes, and"):
+        load_weights(source, "bf16", torch.bfloat16, cpu, beside={"this": 4, "that": 4})
+
+
+def test_configured_pages_are_counted_as_they_are(monkeypatch: pytest.MonkeyPatch):
+    model = RandomCheckpoint("20b").config
+    a_gpu_of(monkeypatch, H200, H200)
+    config = replace(CONFIG, num_pages=10, num_window_pages=5)
+    beside = beside_weights(config, model, torch.bfloat16, CUDA)
+    a_page = 12 * 2 * 64 * 8 * 64 * 2
+    assert [*beside.values()][1:3] == [5 * a_page, 10 * a_page]
+
+
+def test_the_capacity_is_said_in_words():
+    capacity = Capacity(
+        weights=118_200_000_000,
+        activations=700_000_000,
+        graphs=400_000_000,
+        left=4_500_000_000,
+        counts=PageCounts(full=9_600, window=898),
+        pages=PageBytes(full=22_600_000_000, window=2_100_000_000),
+        page_size=64,
+        max_num_seqs=256,
+        max_model_len=131_072,
+    )
+    assert str(capacity) == (
+        "room for 614,400 tokens: 75 sequences of 8,192 at once, at most 256. Memory: 118.2 GB "
+        "weights, 700.0 MB activations, 400.0 MB CUDA graphs, 22.6 GB pages of full layers, 2.1 GB "
+        "pages of window layers, 4.5 GB left"
+    )
+    short = replace(capacity, max_model_len=100)
+    assert "256 sequences of 100 at once" in str(short)
+
+
+def test_no_room_is_said_with_what_gives_it():
+    model = RandomCheckpoint("120b").config
+    given = "gpu_memory_utilization (0.97)"
+    sentence = r"gpu_memory_utilization \(0\.97\) leaves no page for the full layers: the window .*"
+    with pytest.raises(InvalidConfig, match=sentence + r"max_num_seqs \(256\) .* take 2\.12 GB"):
+        pages_for(2_000_000_000, CONFIG, model, torch.bfloat16, given)
+    assert window_pages(CONFIG, model) == 898
