@@ -1,18 +1,34 @@
 """What a model takes of a GPU's memory: counted before it is loaded, told when all is there."""
 
-from collections.abc import Mapping
+import gc
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from rich.filesize import decimal
 
-from gptoss_engine.config import EngineConfig
-from gptoss_engine.kv_cache import PageBytes, PageCounts, page_bytes, window_pages
-from gptoss_engine.memory import left_free
+from gptoss_engine.config import EngineConfig, InvalidConfig
+from gptoss_engine.kv_cache import (
+    PageBytes,
+    PageCounts,
+    max_model_len,
+    page_bytes,
+    pages_for,
+    window_pages,
+)
+from gptoss_engine.memory import free_for_pages, left_free
 from gptoss_engine.model_config import ModelConfig
 from gptoss_kernels.fp8 import num_blocks
 
+log = logging.getLogger(__name__)
+
 LONG_CONTEXT = 8192  # tokens of the sequences that the capacity is also counted in
+TRIAL = PageCounts(full=16, window=16)
+_DEFAULT_POOL = (0, 0)
+
+Built = TypeVar("Built")
 
 
 def beside_weights(
@@ -46,11 +62,86 @@ def least_step_bytes(config: EngineConfig, model: ModelConfig) -> int:
     return max(config.max_num_batched_tokens * a_token, logits)
 
 
+def fitted(
+    build: Callable[[PageCounts], Built],
+    config: EngineConfig,
+    model: ModelConfig,
+    cache_dtype: torch.dtype,
+    device: torch.device,
+    weight_bytes: int,
+) -> Built:
+    """What `build` makes with the pages that a GPU has room for, once its largest steps have run.
+
+    build: with these pages, warmed up: kernels loaded, the largest steps run, graphs captured. It
+    is called twice, first with few pages, since graphs need the pages and pages what graphs leave;
+    once if the pages are configured. Raises InvalidConfig, with figures, where there is no room.
+    """
+
+    def pages(counts: PageCounts) -> PageBytes:
+        return counts.num_bytes(config, model, cache_dtype)
+
+    def built_with(counts: PageCounts) -> Built:
+        free = _free(device)
+        try:
+            return build(counts)
+        except torch.OutOfMemoryError as error:
+            raise InvalidConfig(
+                f"{decimal(free)} are free on {device} beside the weights: too little for "
+                f"{decimal(sum(pages(counts)))} of pages and steps of "
+                f"{config.max_num_batched_tokens} tokens (max_num_batched_tokens) and "
+                f"{config.max_num_seqs} sequences (max_num_seqs)"
+            ) from error
+
+    counts = PageCounts(config.num_pages, config.num_window_pages)
+    if not (counts.full and counts.window):
+        built = built_with(TRIAL)
+        free = _free(device)
+        del built
+        gc.collect()  # it may hold itself
+        torch.cuda.empty_cache()
+        # What the driver has loaded stays, and is taken once.
+        needed = _free(device) - free - sum(pages(TRIAL))
+        room = free_for_pages(device, config.gpu_memory_utilization) - needed
+        given = f"gpu_memory_utilization ({config.gpu_memory_utilization:g})"
+        counts = pages_for(room, config, model, cache_dtype, given)
+    free = _free(device)
+    built = built_with(counts)
+    left, graphs = _free(device), _graph_bytes(device)
+    capacity = Capacity(
+        weights=weight_bytes,
+        activations=free - left - sum(pages(counts)) - graphs,
+        graphs=graphs,
+        left=left,
+        counts=counts,
+        pages=pages(counts),
+        page_size=config.page_size,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len(config, model),
+    )
+    log.info("%s: %s", torch.cuda.get_device_name(device), capacity)
+    return built
+
+
+def _free(device: torch.device) -> int:
+    """Once all that was launched has run."""
+    torch.cuda.synchronize(device)
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def _graph_bytes(device: torch.device) -> int:
+    """Of PyTorch's pools that are graphs' own."""
+    return sum(
+        segment["total_size"]
+        for segment in torch.cuda.memory_snapshot()
+        if segment["device"] == (device.index or 0) and segment["segment_pool_id"] != _DEFAULT_POOL
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Capacity:
     """What lies where in a GPU's memory, in bytes, and what fits into the pages.
 
-    activations: what steps took that were run before the pages were. graphs: of CUDA graphs.
+    activations: with all else that steps made PyTorch and the driver keep. graphs: of CUDA graphs.
     left: that nobody uses.
     """
 

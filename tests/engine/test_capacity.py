@@ -2,19 +2,21 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from gptoss_engine import loading
-from gptoss_engine.capacity import Capacity, beside_weights, least_step_bytes
+from gptoss_engine.capacity import TRIAL, Capacity, beside_weights, fitted, least_step_bytes
 from gptoss_engine.checkpoints.random_checkpoint import Like, RandomCheckpoint
 from gptoss_engine.config import EngineConfig, InvalidConfig
 from gptoss_engine.kv_cache import PageBytes, PageCounts, pages_for, window_pages
 from gptoss_engine.loading import load_weights
-from gptoss_engine.memory import free_for_pages
+from gptoss_engine.memory import free_for_pages, left_free
 from gptoss_engine.shards import Rank
 
+MB = 10**6
 H200 = 139 * 2**30
 CONTEXT = 600_000_000  # of the driver, PyTorch and its libraries
 GRAPHS = 500_000_000
@@ -101,6 +103,98 @@ def test_configured_pages_are_counted_as_they_are(monkeypatch: pytest.MonkeyPatc
     beside = beside_weights(config, model, torch.bfloat16, CUDA)
     a_page = 12 * 2 * 64 * 8 * 64 * 2
     assert [*beside.values()][1:3] == [5 * a_page, 10 * a_page]
+
+
+class Gpu:
+    """A GPU's memory, and a runner on it that takes what a real one does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, total: int, weights: int) -> None:
+        self.total, self.free, self.weights = total, total - CONTEXT - weights, weights
+        self.built: list[PageCounts] = []
+        self.kernels, self.step, self.graphs, self.left_over = 200 * MB, 700 * MB, 500 * MB, 0
+        cuda = torch.cuda
+        monkeypatch.setattr(cuda, "mem_get_info", lambda device: (self.free, self.total))
+        monkeypatch.setattr(cuda, "synchronize", lambda device: None)
+        monkeypatch.setattr(cuda, "empty_cache", self.empty_cache)
+        monkeypatch.setattr(cuda, "memory_snapshot", self.snapshot)
+        monkeypatch.setattr(cuda, "get_device_name", lambda device: "a GPU")
+
+    def fit(self, config: EngineConfig, like: Like = "120b") -> PageCounts:
+        model = RandomCheckpoint(like).config
+
+        def build(counts: PageCounts) -> Runner:
+            return Runner(self, counts, sum(counts.num_bytes(config, model, torch.bfloat16)))
+
+        return fitted(build, config, model, torch.bfloat16, CUDA, self.weights).counts
+
+    def take(self, size: int) -> None:
+        if size > self.free:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        self.free -= size
+
+    def empty_cache(self) -> None:
+        self.free, self.left_over = self.free + self.left_over, 0
+
+    def snapshot(self) -> list[dict[str, Any]]:
+        pools = ((0, 0), self.step), ((0, 1), self.graphs)
+        return [{"device": 0, "segment_pool_id": p, "total_size": size} for p, size in pools]
+
+
+class Runner:
+    def __init__(self, gpu: Gpu, counts: PageCounts, pages: int) -> None:
+        self.gpu, self.counts = gpu, counts
+        self.itself = self  # so that it goes with the garbage alone
+        self.size = pages + gpu.step + gpu.graphs
+        gpu.take(self.size + (0 if gpu.built else gpu.kernels))
+        gpu.built.append(counts)
+
+    def __del__(self) -> None:
+        self.gpu.left_over += getattr(self, "size", 0)
+
+
+def test_pages_are_what_steps_and_graphs_leave(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    gpu = Gpu(monkeypatch, H200, weight_bytes("120b"))
+    with caplog.at_level("INFO"):
+        counts = gpu.fit(CONFIG)
+    assert gpu.built == [TRIAL, counts]
+    assert 600_000 < counts.full * 64 < 620_000
+    # As much as may be used, to a page of 18 layers.
+    assert 0 <= gpu.free - left_free(H200, 0.97) < 18 * 2 * 64 * 8 * 64 * 2
+    assert "118.2 GB weights, 700.0 MB activations, 500.0 MB CUDA graphs" in caplog.text
+
+
+def test_configured_pages_are_built_at_once(monkeypatch: pytest.MonkeyPatch):
+    gpu = Gpu(monkeypatch, H200, weight_bytes("120b"))
+    config = replace(CONFIG, num_pages=9, num_window_pages=7)
+    assert gpu.fit(config) == PageCounts(9, 7)
+    assert len(gpu.built) == 1
+
+
+@pytest.mark.parametrize(
+    ("total", "config", "sentence"),
+    [
+        (
+            119_000_000_000,
+            CONFIG,
+            r"249.3 MB are free on cuda beside the weights: too little for 75.5 MB of pages and "
+            r"steps of 8192 tokens \(max_num_batched_tokens\) and 256 sequences \(max_num_seqs\)",
+        ),
+        (123_000_000_000, CONFIG, r"gpu_memory_utilization \(0.97\) leaves no page for the full"),
+        (
+            H200,
+            replace(CONFIG, num_pages=20_000, num_window_pages=900),
+            r"30.5 GB are free on cuda beside the weights: too little for 49.3 GB of pages",
+        ),
+    ],
+)
+def test_what_has_no_room_beside_the_weights_is_said(
+    monkeypatch: pytest.MonkeyPatch, total: int, config: EngineConfig, sentence: str
+):
+    gpu = Gpu(monkeypatch, total, weight_bytes("120b"))
+    with pytest.raises(InvalidConfig, match=sentence):
+        gpu.fit(config)
 
 
 def test_the_capacity_is_said_in_words():
