@@ -5,6 +5,7 @@ engine model's `parameters` in config.pbtxt. Words are vLLM's where it has them.
 """
 
 import json
+import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -19,6 +20,10 @@ class InvalidConfig(ValueError):
 
 
 DEFAULT_MODEL = "demo"
+_DEVICES = Path("/dev")
+# A GPU reads its weights once for all rows of a step, so a step should have many.
+GPU_MAX_NUM_SEQS = 256
+GPU_MAX_NUM_BATCHED_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +46,17 @@ class EngineConfig:
         to have chosen it.
     dtype: of activations and dense weights; "auto" is float32 on a CPU and bfloat16 on a GPU.
     num_pages, num_window_pages: KV pages of page_size tokens in each page group; 0 derives them:
-        on a CPU, enough for max_num_seqs sequences within kv_cache_gigabytes.
+        enough for max_num_seqs sequences within kv_cache_gigabytes on a CPU, and on a GPU within
+        what is left of its memory.
+    gpu_memory_utilization: the share of a GPU's memory that may be used, weights and steps counted.
     max_model_len: tokens of prompt and answer together; 0 means the checkpoint's own limit.
-    max_num_batched_tokens: the token budget that prefill chunks and decodes of one step share.
+    max_num_seqs: sequences that run at once: 64, on a GPU 256.
+    max_num_batched_tokens: the token budget that prefill chunks and decodes of one step share:
+        2048, on a GPU 8192.
     overlap: "on" schedules each step while the one before runs, "off" when it has run; the tokens
         are the same. "auto" is on on a GPU.
+    cuda_graphs: "on" captures steps of decodes as CUDA graphs at the start, which needs gemm and
+        attention "cuda" and FP8 weights; "auto" does so wherever it can.
     max_waiting_requests, max_waiting_tokens: admission limits; beyond them UNAVAILABLE. A request
         that finds a free place among max_num_seqs is not waiting.
     default_max_tokens: the answer's limit when a request names none; 0 is what the context leaves.
@@ -67,10 +78,12 @@ class EngineConfig:
     num_pages: int = 0
     num_window_pages: int = 0
     kv_cache_gigabytes: float = 1.0
+    gpu_memory_utilization: float = 0.97
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_model_len: int = 0
     overlap: Literal["auto", "on", "off"] = "auto"
+    cuda_graphs: Literal["auto", "on", "off"] = "auto"
     max_waiting_requests: int = 1024
     max_waiting_tokens: int = 1_000_000
     default_max_tokens: int = 0
@@ -104,6 +117,7 @@ class EngineConfig:
             ("default_max_tokens", 0, 2**31 - 1),
             ("stream_interval", 1, 1024),
             ("kv_cache_gigabytes", 0.001, 100_000),
+            ("gpu_memory_utilization", 0.01, 1),
             ("default_timeout_seconds", 0.001, 1e9),
         ):
             value = getattr(self, name)
@@ -117,13 +131,25 @@ class EngineConfig:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "EngineConfig":
-        """From names and values, strings (as config.pbtxt has them) or already typed."""
+        """From names and values, strings (as config.pbtxt has them) or already typed.
+
+        On a machine with a GPU, unless `device` is cpu, the GPU's defaults hold.
+        """
         types = {field.name: field.type for field in fields(cls)}
         for name in values:
             if name not in types:
                 near = nearest(name, [*types])
                 raise InvalidConfig(f"unknown configuration key {shown(name)}{near}")
-        return cls(**{name: _convert(name, value, types[name]) for name, value in values.items()})
+        given = {name: _convert(name, value, types[name]) for name, value in values.items()}
+        if given.get("device") != "cpu" and has_gpu():
+            budget = given.setdefault("max_num_batched_tokens", GPU_MAX_NUM_BATCHED_TOKENS)
+            given.setdefault("max_num_seqs", max(1, min(GPU_MAX_NUM_SEQS, budget)))
+        return cls(**given)
+
+
+def has_gpu() -> bool:
+    """Whether NVIDIA's driver shows one here. Neither torch nor the driver is loaded for it."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(_DEVICES.glob("nvidia[0-9]*"))
 
 
 def read_config_file(path: str | Path) -> dict[str, Any]:
