@@ -1,4 +1,4 @@
-"""The operators that feed the products: each bound by memory, and without a peer.
+"""The operators that feed the products: each bound by memory, two of them beside PyTorch's.
 
 The floor is that of a copy of as many bytes.
 """
@@ -12,29 +12,44 @@ import torch
 from measuring import COPIED_BYTES, Call
 from running import EXPERTS, OURS, ROTATED_BYTES, Bench, tried
 from served import HIDDEN, TOP
+from torch import Tensor
+from torch.nn.functional import linear, rms_norm
 
 from gptoss_kernels.fp8 import BLOCK
-from gptoss_kernels.ops import load_fp8
+from gptoss_kernels.ops import load_common, load_fp8
 
 TOKENS = (1, 8, 32, 128, 512, 2048, 8192, 32768, 131072)
+VOCABULARY = 201_088
+OF_A_MODEL = ("dispatch_fp8", "norm_route")  # which depend on its number of experts
+COMMON = ("norm_route", "embedding")
+
+Inputs = Callable[[int], tuple[object, ...]]
 
 
-def activation_calls(tokens: int, num_experts: int) -> dict[str, tuple[Call, int]]:
-    """The call of each operator that works, by name, and the bytes that it must move."""
+def activation_calls(tokens: int, num_experts: int) -> dict[str, tuple[dict[str, Call], int]]:
+    """The calls of each operator that works, ours and a peer's, and the bytes that it must move."""
     rows, count = tokens * TOP, rotated(tokens)
     x = [torch.randn(tokens, HIDDEN, device="cuda").bfloat16() for _ in range(count)]
     update = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
     weight = torch.rand(HIDDEN, device="cuda") + 0.5
+    router = (torch.randn(num_experts, HIDDEN, device="cuda") * HIDDEN**-0.5).bfloat16()
+    router_bias = torch.randn(num_experts, device="cuda").bfloat16()
     chosen = torch.rand(tokens, num_experts, device="cuda").topk(TOP).indices
     outputs = [torch.randn(rows, HIDDEN, device="cuda").bfloat16() for _ in range(count)]
     places = torch.randperm(rows, device="cuda").view(tokens, TOP).int()
     chosen_weights = torch.rand(tokens, TOP, device="cuda").bfloat16()
+    table = torch.randn(VOCABULARY, HIDDEN, device="cuda").bfloat16()
+    token_ids = [torch.randint(VOCABULARY, (tokens,), device="cuda") for _ in range(count)]
     wide, quantised = 2 * HIDDEN, HIDDEN + 4 * -(-HIDDEN // BLOCK)
-    arguments: dict[str, tuple[Callable[[int], tuple[object, ...]], int]] = {
+    arguments: dict[str, tuple[Inputs, int]] = {
         "quantise": (lambda i: (x[i],), tokens * (wide + quantised)),
         "rms_norm_fp8": (
             lambda i: (x[i], weight, 1e-5, update),
             tokens * (3 * wide + quantised),
+        ),
+        "norm_route": (
+            lambda i: (x[i], weight, 1e-5, router, router_bias, TOP),
+            tokens * (2 * wide + 10 * TOP) + num_experts * wide,
         ),
         "dispatch_fp8": (
             lambda i: (x[i], chosen, num_experts),
@@ -44,18 +59,37 @@ def activation_calls(tokens: int, num_experts: int) -> dict[str, tuple[Call, int
             lambda i: (outputs[i], places, chosen_weights),
             rows * (wide + 6) + tokens * wide,
         ),
+        "embedding": (lambda i: (token_ids[i], table), tokens * (2 * wide + 8)),
     }
     found = {}
     for name, (make, num_bytes) in arguments.items():
-        call = tried(name, partial(ready, name, make))
-        if call is not None:
-            found[name] = (call, num_bytes)
+        operators = load_common("cuda") if name in COMMON else load_fp8("cuda")
+        calls = {OURS: tried(name, partial(ready, getattr(operators, name), make))}
+        if name in PEERS:
+            peer = f"PyTorch, torch {torch.__version__}"
+            calls[peer] = tried(peer, partial(ready, PEERS[name], make))
+        if calls[OURS] is not None:
+            found[name] = ({key: call for key, call in calls.items() if call}, num_bytes)
     return found
 
 
-def ready(name: str, arguments: Callable[[int], tuple[object, ...]]) -> Call:
+def norm_route_by_torch(
+    x: Tensor, weight: Tensor, eps: float, router: Tensor, bias: Tensor, num_chosen: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As it is written without kernels of one's own; it leaves ties open."""
+    normed = rms_norm(x.float(), x.shape[1:], weight, eps).bfloat16()
+    values, chosen = linear(normed, router, bias).topk(num_chosen)
+    return normed, chosen, values.float().softmax(-1).bfloat16()
+
+
+PEERS: dict[str, Callable[..., object]] = {
+    "norm_route": norm_route_by_torch,
+    "embedding": lambda token_ids, table: table.index_select(0, token_ids),
+}
+
+
+def ready(operator: Callable[..., object], arguments: Inputs) -> Call:
     """The operator's call, after a first."""
-    operator = getattr(load_fp8("cuda"), name)
 
     def call(index: int) -> object:
         return operator(*arguments(index))
@@ -71,8 +105,8 @@ def rotated(tokens: int) -> int:
 def bench_activations(bench: Bench) -> None:
     num_experts = EXPERTS[bench.arguments.model]
     for tokens in bench.arguments.tokens or TOKENS:
-        for name, (call, num_bytes) in activation_calls(tokens, num_experts).items():
-            times = bench.time({OURS: call}, rotated(tokens), is_heavy=False)
+        for name, (calls, num_bytes) in activation_calls(tokens, num_experts).items():
+            times = bench.time(calls, rotated(tokens), is_heavy=False)
             own = times[OURS].burst
             floor = num_bytes / COPIED_BYTES * 1e3
             print(
@@ -81,7 +115,7 @@ def bench_activations(bench: Bench) -> None:
             )
             bench.record(
                 *(name, times, OURS),
-                model=bench.arguments.model if name == "dispatch_fp8" else None,
+                model=bench.arguments.model if name in OF_A_MODEL else None,
                 tokens=tokens,
                 weights=None,
                 floor_ms=round(floor, 6),

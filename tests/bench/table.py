@@ -20,7 +20,7 @@ from typing import Any
 from measuring import PEAK_BYTES, PEAK_FLOPS
 
 RESULTS = Path(__file__).parent / "results"
-ACTIVATIONS = ("quantise", "rms_norm_fp8", "dispatch_fp8", "combine")
+ACTIVATIONS = ("quantise", "rms_norm_fp8", "norm_route", "dispatch_fp8", "combine", "embedding")
 ATTENTION = ("attention_prefill", "attention_decode")
 BENCHMARKS = ("linear", "moe_gemm", *ACTIVATIONS, "rope_and_cache_write", *ATTENTION)
 OTHERS = ("Triton-lang", "deepgemm operators")  # of ours

@@ -48,11 +48,14 @@ from gptoss_kernels.cuda.grouped_fp8 import GroupedTile
 from gptoss_kernels.cuda.grouped_linear_fp8 import grouped_linear_fp8
 from gptoss_kernels.cuda.grouped_swiglu_fp8 import grouped_swiglu_fp8
 from gptoss_kernels.cuda.linear_fp8 import LinearTile, linear_fp8
+from gptoss_kernels.cuda.norm_route import RouteTile, choice_spec, norm_route
 from gptoss_kernels.cuda.quantise import quantise
 from gptoss_kernels.cuda.quantise import spec as quantise_spec
 from gptoss_kernels.cuda.rms_norm_fp8 import rms_norm, rms_norm_fp8
 from gptoss_kernels.cuda.rms_norm_fp8 import spec as rms_norm_spec
 from gptoss_kernels.cuda.rows import RowLayout, choose_layout
+from gptoss_kernels.cuda.select_rows import ROW_BYTES, select_rows
+from gptoss_kernels.cuda.select_rows import spec as select_rows_spec
 from gptoss_kernels.fp8 import BLOCK, E4M3
 from gptoss_kernels.steps import NO_SEAT, PENDING, StepItem, StepTensors
 
@@ -196,8 +199,9 @@ def combine_calls() -> Iterator[Call]:
         rows = torch.randperm(len(outputs)).int().view(tokens, num_chosen)
         inputs = (outputs, rows, torch.rand(tokens, num_chosen).bfloat16())
         residual = torch.randn(tokens, columns).bfloat16()
+        *given, gpu_residual = on_gpu(*inputs, residual)
         options = {"layout": layout, "out": empty_bf16(tokens, columns)}
-        out = combine(*on_gpu(*inputs), residual=residual.cuda(), **options)
+        out = combine(*given, residual=gpu_residual, **options)
         return norm_error(out, reference.combine(*inputs, residual=residual))
 
     for columns, chosen in sorted(
@@ -207,6 +211,55 @@ def combine_calls() -> Iterator[Call]:
         for layout, tokens in product(dict.fromkeys(layouts), ROWS):
             spec = combine_spec(layout, chosen)
             yield Call((spec,), partial(error, tokens, columns, chosen, layout))
+
+
+def select_calls() -> Iterator[Call]:
+    def error(rows: int, columns: int, row_type: torch.dtype, layout: RowLayout) -> float:
+        table, chosen = torch.randn(9, columns).bfloat16(), torch.arange(rows).to(row_type) - 1
+        gpu_table, gpu_chosen = on_gpu(table, chosen)
+        out = select_rows(gpu_table, gpu_chosen, layout=layout, out=empty_bf16(rows, columns))
+        expected = reference.select_rows(table, chosen)
+        return norm_error(out.nan_to_num(9), expected.nan_to_num(9))
+
+    for columns in sorted({model.hidden for model in SERVED_MODELS.values()}):
+        for layout, rows, row_type in product(layouts_of(columns), ROWS, ROW_BYTES):
+            spec = select_rows_spec(layout, row_type)
+            yield Call((spec,), partial(error, rows, columns, row_type, layout))
+
+
+def route_calls() -> Iterator[Call]:
+    """Whole tiles and parts of one, and more tiles than there are clusters."""
+
+    def error(tokens: int, model: ModelSizes, together: bool) -> float:
+        signs = torch.randint(2, (tokens, model.hidden)) * 2 - 1
+        # Norms of 1 and -1, small whole numbers as weights: exact logits, many of them equal.
+        weight = torch.randint(-2, 3, (model.num_experts, model.hidden))
+        weight[:, torch.arange(model.hidden) % 73 > 0] = 0
+        inputs = (signs.bfloat16(), torch.ones(model.hidden), weight.bfloat16())
+        bias = torch.randint(-2, 3, (model.num_experts,)).bfloat16()
+        chosen = model.experts_per_token
+        hidden, norm_weight, router, router_bias = on_gpu(*inputs, bias)
+        out = (
+            empty_bf16(tokens, model.hidden),
+            torch.full((tokens, chosen), -7, device=DEVICE),
+            empty_bf16(tokens, chosen),
+        )
+        found = norm_route(
+            *(hidden, norm_weight, 1e-5, router, router_bias, chosen), out=out, together=together
+        )
+        expected = reference.norm_route(*inputs[:2], 1e-5, inputs[2], bias, chosen)
+        return max(norm_error(found[i], expected[i]) for i in range(3))
+
+    for model in SERVED_MODELS.values():
+        experts, chosen = model.num_experts, model.experts_per_token
+        tile = RouteTile(model.hidden, experts, chosen)
+        layouts = {choose_layout(tokens, model.hidden) for tokens in ROWS}
+        norms = tuple(rms_norm_spec(layout, is_fp8=False) for layout in layouts)
+        for tokens in (*ROWS, 1100):
+            yield Call((tile.spec,), partial(error, tokens, model, together=True))
+        for tokens in ROWS:
+            kernels = (*norms, choice_spec(experts, chosen))
+            yield Call(kernels, partial(error, tokens, model, together=False))
 
 
 # ---- products ---------------------------------------------------------------------------------
@@ -645,6 +698,8 @@ OPERATORS: dict[str, Callable[[], Iterable[Call]]] = {
     "rms_norm": partial(rms_norm_calls, is_fp8=False),
     "rms_norm_fp8": partial(rms_norm_calls, is_fp8=True),
     "combine": combine_calls,
+    "select_rows": select_calls,
+    "norm_route": route_calls,
     "rope_and_cache_write": rope_calls,
     "unpack_step": unpack_calls,
 }
