@@ -115,12 +115,17 @@ def widen(blocks: Tensor, scales: Tensor, block_scale: Tensor) -> tuple[Fp8Weigh
     pairs, is_exact = _E4M3_PAIRS.to(blocks.device), _IS_EXACT.to(blocks.device)
     values = torch.empty(rows, groups, GROUP // 2, dtype=pairs.dtype, device=blocks.device)
     inexact = torch.zeros_like(block_scale, dtype=torch.bool)
-    for block_row, first in enumerate(range(0, rows, BLOCK)):
-        band = slice(first, first + BLOCK)
+    # A band stays in a CPU's cache; a GPU gets few launches instead.
+    step = BLOCK if blocks.device.type == "cpu" else max(rows, 1)
+    for first in range(0, rows, step):
+        band = slice(first, first + step)
         index = (shift[band, :, None] * 256 + blocks[band]).flatten()
         values[band] = pairs.index_select(0, index).view_as(values[band])
         if (shift[band] < _ALL_EXACT_FROM - _LEAST_SHIFT).any():
             exact = is_exact.index_select(0, index).view_as(values[band])
-            far = (~exact).any(-1).any(0).nonzero().flatten()  # groups in any of the rows
-            inexact[block_row, far // (BLOCK // GROUP)] = True
+            far = torch.nn.functional.pad(  # groups; filled up to whole blocks
+                (~exact).any(-1), (0, -groups % (BLOCK // GROUP), 0, -len(exact) % BLOCK)
+            )
+            far = far.unflatten(1, (-1, BLOCK // GROUP)).unflatten(0, (-1, BLOCK))
+            inexact[first // BLOCK :][: len(far)] = far.any(3).any(1)
     return Fp8Weight(values.view(E4M3).view(rows, groups * GROUP), block_scale), inexact
