@@ -3,7 +3,6 @@
 import logging
 import time
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 
@@ -11,6 +10,8 @@ from gptoss_engine.batch import Batch
 from gptoss_engine.checkpoints.checkpoint import Checkpoint, checkpoint_folder
 from gptoss_engine.checkpoints.tensor_source import TensorSource, WeightMode
 from gptoss_engine.config import EngineConfig, InvalidConfig
+from gptoss_engine.device_steps import DeviceSteps, Launched
+from gptoss_engine.graphs import CudaCapture
 from gptoss_engine.kv_cache import KVCache, PageCounts, max_model_len
 from gptoss_engine.loading import load_weights
 from gptoss_engine.model import GptOss, rope_table
@@ -39,10 +40,8 @@ class Runner:
     num_pages, num_window_pages: what the page pools of the two groups may hand out.
     max_model_len: tokens of prompt and answer together.
     weight_mode: the form of the experts' weights.
-    is_asynchronous: whether `launch` returns before the step has run.
+    is_asynchronous: whether `launch` returns before the step has run, as it does on a GPU.
     """
-
-    is_asynchronous = False
 
     def __init__(
         self,
@@ -75,18 +74,37 @@ class Runner:
         self._last_token_ids = torch.full(
             (config.max_num_seqs,), -1, dtype=torch.int64, device=self._device
         )
+        self.is_asynchronous = self._device.type == "cuda"
+        self._steps: DeviceSteps | None = None
+        if self.is_asynchronous:
+            dtype = weights.embedding.dtype
+            has_graphs = choose_graphs(config, self._device, dtype, weights.mode)
+            self._steps = DeviceSteps(
+                *(self._model, self._cache, self._ops, config),
+                num_pages=num_pages,
+                num_window_pages=num_window_pages,
+                max_model_len=self.max_model_len,
+                capture=CudaCapture() if has_graphs else None,
+            )
+
+    def warm_up(self) -> None:
+        """Before the first step: on a GPU, load kernels and capture graphs."""
+        if self._steps is not None:
+            self._steps.warm_up()
 
     def run(self, step: ScheduledStep) -> StepOutput:
         """Computes the step's tokens and chooses what follows the last one and each draft."""
         return self.launch(step).result()
 
     @torch.inference_mode()
-    def launch(self, step: ScheduledStep) -> Computed:
+    def launch(self, step: ScheduledStep) -> Computed | Launched:
         """`run` in two parts: the next step may be launched before this one's result is asked for.
 
         Reads the sequences' page tables before it returns, and else of them only what no later
         step changes.
         """
+        if self._steps is not None:
+            return self._steps.launch(step)
         batch = Batch.build(
             step,
             page_size=self._page_size,
@@ -100,19 +118,7 @@ class Runner:
         token_ids = self._sampler.sample(logits, rows)
         self._last_token_ids[batch.sample_seats] = token_ids
         chosen, logprobs = self._sampler.fetch(token_ids, logits, rows, batch.sampling).result()
-        due = [1 + len(item.draft_token_ids) if item.is_sampled else 0 for item in step.items]
-        ends = list(accumulate(due))
-        return Computed(
-            StepOutput(
-                token_ids=tuple(
-                    tuple(chosen[end - count : end]) for end, count in zip(ends, due, strict=True)
-                ),
-                logprobs=tuple(
-                    tuple(entry for entry in logprobs[end - count : end] if entry is not None)
-                    for end, count in zip(ends, due, strict=True)
-                ),
-            )
-        )
+        return Computed(StepOutput.of(step, chosen, logprobs))
 
 
 def load_runner(config: EngineConfig) -> Runner:
@@ -127,10 +133,12 @@ def load_runner(config: EngineConfig) -> Runner:
     # Refused before minutes of loading weights.
     load_operators(config, device, dtype, source.config)
     mode = choose_weight_mode(config, source)
+    choose_graphs(config, device, dtype, mode)
     cache_dtype = choose_cache_dtype(config, dtype)
     pages = PageCounts.derive(config, source.config, cache_dtype)
     weights = load_weights(source, mode, dtype, device)
     runner = Runner(source.config, weights, config, pages.full, pages.window)
+    runner.warm_up()
     log.info(
         "loaded %s on %s, weights %s, KV cache %s, all else %s, in %.1f s: %d pages for full "
         "layers, %d for window layers",
@@ -215,6 +223,25 @@ def choose_attention(
             f"{model.num_kv_heads} heads of {model.head_dim}"
         )
     return name
+
+
+def choose_graphs(
+    config: EngineConfig, device: torch.device, dtype: torch.dtype, mode: WeightMode
+) -> bool:
+    """Whether steps of decodes are captured. auto: where all of their operators can be.
+
+    InvalidConfig if they are to be and cannot: the reference and libraries ask the device for
+    lengths.
+    """
+    gemm = choose_gemm(config, device, dtype)
+    attention = choose_attention(config, device, dtype)
+    is_possible = gemm == attention == "cuda" and mode == "fp8"
+    if config.cuda_graphs == "on" and not is_possible:
+        raise InvalidConfig(
+            "cuda_graphs on needs gemm cuda, attention cuda and weights fp8, got gemm "
+            f"{gemm}, attention {attention} and weights {mode}"
+        )
+    return config.cuda_graphs != "off" and is_possible
 
 
 def choose_cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:

@@ -116,7 +116,7 @@ class Sampler:
         if sampling.is_told:
             parts += self._ops.logprobs(logits[:count], *parts, rows.num_top[:count])
         # Into pinned memory, which PyTorch keeps for the next steps.
-        parts = tuple(part.to("cpu", non_blocking=True) for part in parts)
+        parts = tuple(part.to("cpu", non_blocking=True, copy=True) for part in parts)
         if logits.device.type != "cuda":
             return Sampled(parts, sampling.num_top, None)
         event = torch.cuda.Event()

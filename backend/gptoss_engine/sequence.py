@@ -1,7 +1,9 @@
 """The state of one generation inside the engine, and what one step does with it."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import islice
 from typing import NamedTuple
 
 from gptoss_engine.types import GenerationRequest, SamplingParams, TokenLogprob
@@ -162,3 +164,20 @@ class StepOutput:
 
     token_ids: tuple[tuple[int, ...], ...]
     logprobs: tuple[tuple[TokenLogprob, ...], ...]
+
+    @classmethod
+    def of(
+        cls,
+        step: ScheduledStep,
+        token_ids: Iterable[int],
+        logprobs: Iterable[TokenLogprob | None],
+    ) -> "StepOutput":
+        """From what was sampled of all items, one after another; None where nothing is told."""
+        due = [1 + len(item.draft_token_ids) if item.is_sampled else 0 for item in step.items]
+        tokens, told = iter(token_ids), iter(logprobs)
+        return cls(
+            token_ids=tuple(tuple(islice(tokens, count)) for count in due),
+            logprobs=tuple(
+                tuple(entry for entry in islice(told, count) if entry is not None) for count in due
+            ),
+        )

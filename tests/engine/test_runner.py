@@ -15,6 +15,7 @@ from torch import Tensor
 from gptoss_engine.checkpoints.checkpoint import Checkpoint
 from gptoss_engine.checkpoints.convert import convert
 from gptoss_engine.checkpoints.random_checkpoint import RandomCheckpoint
+from gptoss_engine.checkpoints.tensor_source import WeightMode
 from gptoss_engine.config import EngineConfig, InvalidConfig
 from gptoss_engine.engine import Engine
 from gptoss_engine.loading import load_weights
@@ -23,6 +24,7 @@ from gptoss_engine.runner import (
     Runner,
     choose_attention,
     choose_gemm,
+    choose_graphs,
     load_operators,
     load_runner,
 )
@@ -461,6 +463,37 @@ def test_attention_is_ours_on_hopper_where_it_takes_the_heads(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     found = choose_attention(EngineConfig(), torch.device("cuda"), dtype, model_config(**heads))
     assert found == chosen
+
+
+@pytest.mark.parametrize(
+    ("settings", "mode", "has_graphs"),
+    [
+        ({}, "fp8", True),
+        ({"cuda_graphs": "on"}, "fp8", True),
+        ({"cuda_graphs": "off"}, "fp8", False),
+        ({}, "bf16", False),
+        ({"gemm": "triton"}, "fp8", False),
+        ({"attention": "flashinfer"}, "fp8", False),
+    ],
+)
+def test_decodes_are_captured_where_all_operators_can_be(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], mode: WeightMode, has_graphs: bool
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    where = (torch.device("cuda"), torch.bfloat16)
+    assert choose_graphs(EngineConfig.from_mapping(settings), *where, mode) == has_graphs
+
+
+def test_graphs_that_cannot_be_captured_are_refused_before_weights_are_loaded(
+    tiny_checkpoint: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delattr("gptoss_engine.runner.load_weights")
+    sentence = (
+        "cuda_graphs on needs gemm cuda, attention cuda and weights fp8, got gemm reference, "
+        "attention reference and weights bf16"
+    )
+    with pytest.raises(InvalidConfig, match=sentence):
+        tiny_runner(tiny_checkpoint.original, cuda_graphs="on")
 
 
 def test_heads_that_attention_does_not_take_are_refused_before_weights_are_loaded():

@@ -1,0 +1,362 @@
+"""Steps on a GPU: launched without waiting for it, decodes as CUDA graphs.
+
+Nothing here reads what a step computed, or copies to or from memory that is not pinned: while a
+step runs, the next one is enqueued behind it. All that a step reads and writes is on one stream, in
+memory that is there from the start but for what the operators take from PyTorch's pool, which
+`warm_up` fills.
+"""
+
+import logging
+import time
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gptoss_engine.batch import Inputs, PageGroup, leading_decodes
+from gptoss_engine.config import EngineConfig
+from gptoss_engine.graphs import Capture, DecodeGraphs, Outputs, graph_sizes
+from gptoss_engine.kv_cache import KVCache
+from gptoss_engine.model import GptOss
+from gptoss_engine.sampler import Sampled, Sampler, Sampling
+from gptoss_engine.sequence import PageTables, ScheduledItem, ScheduledStep, Sequence, StepOutput
+from gptoss_engine.staging import KnownPages, Part, StagedStep, Staging
+from gptoss_engine.types import (
+    MAX_LOGPROBS,
+    MAX_STOP_TOKEN_IDS,
+    GenerationRequest,
+    SamplingParams,
+)
+from gptoss_kernels.ops import (
+    MAXIMUM_DECODE_QUERIES,
+    Decodes,
+    Operators,
+    SamplingRows,
+    StepTensors,
+)
+
+log = logging.getLogger(__name__)
+
+# Of a graph, for each of its rows: a token id, and a page of each group; stop tokens that are
+# masked. A step that brings more runs without a graph.
+_WORDS, _MASKED = 3, 16
+
+
+class Sent(NamedTuple):
+    """A step on the device: sample_rows [S] int64, the rows after which a token is due, and
+    sample_seats [S] int64, who keeps it; sampling: how; items [B, 9], words [W]: as
+    ops.unpack_step takes them."""
+
+    sampling: SamplingRows
+    sample_rows: Tensor
+    sample_seats: Tensor
+    items: Tensor
+    words: Tensor
+
+
+class Launched:
+    """A step that was enqueued."""
+
+    def __init__(self, step: ScheduledStep, sampled: Sampled) -> None:
+        self._step = step
+        self._sampled = sampled
+
+    def result(self) -> StepOutput:
+        """Waits until the step has run; RuntimeError says why it could not."""
+        return StepOutput.of(self._step, *self._sampled.result())
+
+
+class DeviceSteps:
+    """Runs steps of a model over a cache, one after another.
+
+    num_pages, num_window_pages: of the cache's page groups. max_model_len: tokens of one sequence.
+    capture: what makes graphs of steps that are decodes alone; None where the operators do not
+    allow it.
+    """
+
+    def __init__(
+        self,
+        model: GptOss,
+        cache: KVCache,
+        ops: Operators,
+        config: EngineConfig,
+        *,
+        num_pages: int,
+        num_window_pages: int,
+        max_model_len: int,
+        capture: Capture | None,
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._ops = ops
+        self._sampler = Sampler(ops)
+        self._config = config
+        self._num_pages = num_pages
+        self._num_window_pages = num_window_pages
+        self._max_model_len = max_model_len
+        self._capture = capture
+        self._graphs: DecodeGraphs | None = None
+        self._graph_parts: dict[int, tuple[Part, ...]] = {}
+        self._graph_inputs: dict[int, Sent] = {}
+        self._device = device = model.weights.embedding.device
+
+        seats, window = config.max_num_seqs, model.config.sliding_window
+        columns = -(-max_model_len // config.page_size)
+        self._known = KnownPages(seats, config.page_size, window)
+        self._full = torch.zeros((seats, columns), dtype=torch.int32, device=device)
+        self._window = torch.zeros_like(self._full)
+        # The last one is nobody's: for what is not to be kept.
+        self._last_token_ids = torch.zeros(seats + 1, dtype=torch.int64, device=device)
+        self._room = StepTensors.empty(config.max_num_batched_tokens, seats, columns, device)
+        # Whatever lies in a column that no row sees is a page: the reference reads these, too.
+        self._room.full_tables.zero_()
+        self._room.window_tables.zero_()
+        self._staging = Staging(self._most_bytes(), device)
+
+    def _most_bytes(self) -> int:
+        """Of a step with as many rows, sequences, new pages and masked tokens as there can be."""
+        rows, seats = self._config.max_num_batched_tokens, self._config.max_num_seqs
+        stops = MAX_STOP_TOKEN_IDS + len(self._model.config.eos_token_ids)
+        masked = min(rows, seats * MAXIMUM_DECODE_QUERIES) * max(stops, _MASKED)
+        words = _WORDS * rows + self._num_pages + self._num_window_pages + masked
+        return 64 * rows + 40 * seats + 4 * words + 1024
+
+    @torch.inference_mode()
+    def launch(self, step: ScheduledStep) -> Launched:
+        """Enqueue the step, and the copy of its tokens to the host."""
+        staged = StagedStep.build(step, self._known)
+        sampling = _sampling(step, self._model.config.vocab_size)
+        size = self._graph_size(step, staged, sampling)
+        if size is None:
+            outputs, rows = self._run(step, staged, sampling)
+        else:
+            outputs, rows = self._replay(size, step, staged, sampling)
+        return Launched(step, self._sampler.fetch(*outputs, rows, sampling))
+
+    # ---- any step ------------------------------------------------------------------------------
+
+    def _run(
+        self, step: ScheduledStep, staged: StagedStep, sampling: Sampling
+    ) -> tuple[Outputs, SamplingRows]:
+        decodes = leading_decodes([item.num_slots for item in step.items])
+        sent = self._read(self._send(staged, sampling, *self._due(step)))
+        return self._compute(sent, staged.num_rows, decodes), sent.sampling
+
+    def _due(self, step: ScheduledStep) -> tuple[np.ndarray, np.ndarray]:
+        """The rows after which a token is due, and the seats that keep these tokens: int64 [S].
+
+        What follows a guess is kept nowhere: nobody knows yet which is the last.
+        """
+        rows: list[int] = []
+        seats: list[int] = []
+        end = 0
+        for item in step.items:
+            end += item.num_slots
+            if item.is_sampled:
+                num_due = 1 + len(item.draft_token_ids)
+                rows.extend(range(end - num_due, end))
+                seats.extend([item.seat if num_due == 1 else self._config.max_num_seqs] * num_due)
+        return np.array(rows, dtype=np.int64), np.array(seats, dtype=np.int64)
+
+    def _compute(self, sent: Sent, num_rows: int, decodes: Decodes) -> Outputs:
+        """All that a step is on the device. Reads and writes the same memory each time."""
+        out = self._room.first(num_rows, len(sent.items))
+        self._ops.unpack_step(
+            *(sent.items, sent.words, self._last_token_ids, self._full, self._window, out),
+            page_size=self._config.page_size,
+            window=self._model.config.sliding_window,
+        )
+        inputs = Inputs(
+            input_ids=out.input_ids,
+            positions=out.positions,
+            decodes=decodes,
+            query_start=out.query_start,
+            seq_lens=out.seq_lens,
+            full=PageGroup(out.full_tables, out.full_slots),
+            window=PageGroup(out.window_tables, out.window_slots),
+        )
+        hidden = self._model.forward(inputs, self._cache, self._ops)
+        logits = self._model.logits(hidden, sent.sample_rows, self._ops)
+        token_ids = self._sampler.sample(logits, sent.sampling)
+        self._last_token_ids.index_copy_(0, sent.sample_seats, token_ids)
+        return Outputs(token_ids, logits)
+
+    def _send(
+        self, staged: StagedStep, sampling: Sampling, rows: np.ndarray, seats: np.ndarray
+    ) -> tuple[Part, ...]:
+        """Of how many tokens are masked depends nothing that lies before."""
+        others = (*sampling._replace(masked_ids=rows), seats, *staged.arrays)
+        return self._staging.send((*others, sampling.masked_ids))
+
+    def _read(self, parts: tuple[Part, ...]) -> Sent:
+        *sampling, seats, items, words, masked_ids = map(self._staging.tensor, parts)
+        rows = SamplingRows(*sampling)
+        return Sent(
+            sampling=rows._replace(masked_ids=masked_ids),
+            sample_rows=rows.masked_ids,
+            sample_seats=seats,
+            items=items,
+            words=words,
+        )
+
+    # ---- decodes as graphs ---------------------------------------------------------------------
+
+    def _graph_size(
+        self, step: ScheduledStep, staged: StagedStep, sampling: Sampling
+    ) -> int | None:
+        """Of the graph that has room for the step; None if there is none."""
+        if self._graphs is None:
+            return None
+        if not all(item.is_sampled and item.num_slots == 1 for item in step.items):
+            return None
+        size = self._graphs.size_for(len(step.items))
+        if size is None:
+            return None
+        is_small = len(staged.words) <= _WORDS * size and len(sampling.masked_ids) <= _MASKED * size
+        return size if is_small else None
+
+    def _replay(
+        self, size: int, step: ScheduledStep, staged: StagedStep, sampling: Sampling
+    ) -> tuple[Outputs, SamplingRows]:
+        assert self._graphs is not None
+        parts = self._send_filled(size, staged, sampling, self._due(step)[1])
+        assert parts[:-1] == self._graph_parts[size][:-1], "a graph reads at fixed addresses"
+        return self._graphs.replay(size), self._graph_inputs[size].sampling
+
+    def _send_filled(
+        self, size: int, staged: StagedStep, sampling: Sampling, seats: np.ndarray
+    ) -> tuple[Part, ...]:
+        """As a graph of so many rows reads it."""
+        nobody = np.full(size - len(seats), self._config.max_num_seqs)
+        return self._send(
+            staged.filled(size, _WORDS * size + 1),
+            _filled(sampling, size),
+            np.arange(size),
+            np.concatenate((seats, nobody)),
+        )
+
+    def _decode(self, size: int) -> Outputs:
+        """A step of `size` decodes, as it was sent last."""
+        if size not in self._graph_inputs:  # But not while it is captured: see DecodeGraphs.
+            nothing = ScheduledStep(())
+            sampling = _sampling(nothing, self._model.config.vocab_size)
+            parts = self._send_filled(
+                size,
+                StagedStep.build(nothing, self._known),
+                sampling._replace(masked_ids=np.zeros(_MASKED * size, dtype=np.int32)),
+                np.zeros(0, dtype=np.int64),
+            )
+            self._graph_parts[size], self._graph_inputs[size] = parts, self._read(parts)
+        return self._compute(self._graph_inputs[size], size, Decodes(size, size, 1))
+
+    # ---- before the first step -----------------------------------------------------------------
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Load all kernels, fill PyTorch's pool, and capture the graphs.
+
+        Writes to the cache, whose pages are nobody's yet.
+        """
+        started = time.monotonic()
+        config = self._config
+        for counts in warm_up_steps(
+            config.max_num_batched_tokens, config.max_num_seqs, self._max_model_len
+        ):
+            self.launch(self._made_up(counts)).result()
+        log.info("warmed up in %.1f s", time.monotonic() - started)
+        if self._capture is None:
+            return
+        started, sizes = time.monotonic(), graph_sizes(config.max_num_seqs)
+        free = _free_bytes(self._device)
+        self._graphs = DecodeGraphs(self._decode, sizes, self._capture)
+        log.info(
+            "captured %d CUDA graphs of decodes, up to %d rows, in %.1f s and %.2f GB",
+            *(len(sizes), sizes[-1], time.monotonic() - started),
+            (free - _free_bytes(self._device)) / 1e9,
+        )
+
+    def _made_up(self, counts: tuple[int, ...]) -> ScheduledStep:
+        """The first step of sequences with so many tokens, in whatever pages there are.
+
+        One of them asks for all that can be asked for.
+        """
+        items = []
+        for seat, count in enumerate(counts):
+            sampling = SamplingParams(top_p=0.9, logprobs=MAX_LOGPROBS if seat == 0 else None)
+            token_ids = tuple(index % self._model.config.vocab_size for index in range(count))
+            made = Sequence.from_request(
+                GenerationRequest("warm-up", token_ids, sampling),
+                seed=0,
+                max_tokens=1,
+                eos_token_ids=frozenset(),
+            )
+            columns = range(-(-count // self._config.page_size))
+            made.page_tables = PageTables(
+                full=[column % self._num_pages for column in columns],
+                window=[column % self._num_window_pages for column in columns],
+            )
+            made.seat = seat
+            items.append(ScheduledItem.of(made, count))
+        return ScheduledStep(tuple(items))
+
+
+def warm_up_steps(most_rows: int, most_seqs: int, max_model_len: int) -> list[tuple[int, ...]]:
+    """For each step the rows of its sequences; the first ones need the most memory.
+
+    As many rows as a step may have, with the most and with the fewest sequences. Then such numbers
+    of rows as make operators choose other kernels.
+    """
+    decodes = (1,) * (most_seqs - 1)
+    steps = [
+        (*decodes, min(most_rows - len(decodes), max_model_len)),
+        _cut(most_rows, most_seqs, max_model_len),
+    ]
+    few = (count for count in (*range(1, MAXIMUM_DECODE_QUERIES + 1), 16, 32, 64, 96))
+    powers = (2**exponent for exponent in range(7, most_rows.bit_length()))
+    for rows in (*few, *powers):
+        if rows <= most_rows:
+            steps.append(_cut(rows, most_seqs, max_model_len))
+    return steps
+
+
+def _cut(rows: int, most_seqs: int, max_model_len: int) -> tuple[int, ...]:
+    """As few sequences as have so many rows, or nearly."""
+    whole, rest = divmod(rows, max_model_len)
+    return ((max_model_len,) * whole + ((rest,) if rest else ()))[:most_seqs]
+
+
+def _free_bytes(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+
+
+def _sampling(step: ScheduledStep, vocab_size: int) -> Sampling:
+    """Of the rows after which a token is due."""
+    return Sampling.build(
+        [
+            (item.sequence, item.num_output_tokens + index)
+            for item in step.items
+            if item.is_sampled
+            for index in range(1 + len(item.draft_token_ids))
+        ],
+        vocab_size,
+    )
+
+
+def _filled(sampling: Sampling, num_rows: int) -> Sampling:
+    """As many rows; those beyond are greedy, and nothing is told of them."""
+    spare = num_rows - sampling.num_rows
+
+    def filled(array: np.ndarray, value: float) -> np.ndarray:
+        return np.concatenate((array, np.full(spare, value, dtype=array.dtype)))
+
+    return Sampling(
+        temperature=filled(sampling.temperature, 0),
+        top_p=filled(sampling.top_p, 1),
+        min_p=filled(sampling.min_p, 0),
+        uniforms=filled(sampling.uniforms, 0),
+        top_k=filled(sampling.top_k, 0),
+        masked_start=filled(sampling.masked_start, sampling.masked_start[-1]),
+        masked_ids=sampling.masked_ids,
+        num_top=filled(sampling.num_top, -1),
+    )

@@ -1,0 +1,97 @@
+"""Decode steps as CUDA graphs: one for each number of rows that a step is filled up to."""
+
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from gptoss_engine.progress import tracked
+
+Replay = Callable[[], None]
+
+
+class Outputs(NamedTuple):
+    """What a step leaves on the device: token_ids [S] int64, and the logits [S, V] they are of."""
+
+    token_ids: Tensor
+    logits: Tensor
+
+
+class Capture(Protocol):
+    """Makes of what `run` enqueues something that enqueues the same, and writes the same memory."""
+
+    def __call__(self, run: Callable[[], Outputs]) -> tuple[Replay, Outputs]: ...
+
+
+def graph_sizes(most: int) -> tuple[int, ...]:
+    """Rows that graphs are captured for, up to `most`, which is one of them.
+
+    All up to 8, where each row reads experts of its own; then 8 and from 64 on 16 apart.
+    """
+    sizes = {*range(1, 9), *range(16, 65, 8), *range(80, most, 16), most}
+    return tuple(sorted(size for size in sizes if size <= most))
+
+
+class DecodeGraphs:
+    """What `step(size)` enqueues, captured for each size, in one pool of memory.
+
+    `step` reads and writes the same memory whenever it is called; what it returns is there until
+    another graph is replayed. It is called once before its capture: kernels are loaded then.
+    """
+
+    def __init__(
+        self, step: Callable[[int], Outputs], sizes: tuple[int, ...], capture: Capture
+    ) -> None:
+        self.sizes = sizes
+        self._graphs: dict[int, tuple[Replay, Outputs]] = {}
+        # The largest first: what it gives back to the pool has room for all others.
+        for size in tracked(sizes[::-1], "CUDA graphs", len(sizes)):
+            step(size)
+            self._graphs[size] = capture(lambda size=size: step(size))
+
+    def size_for(self, num_rows: int) -> int | None:
+        """The least that has so many rows; None if none has."""
+        index = bisect_left(self.sizes, num_rows)
+        return self.sizes[index] if index < len(self.sizes) else None
+
+    def replay(self, size: int) -> Outputs:
+        """Enqueue the graph on the current stream."""
+        replay, outputs = self._graphs[size]
+        replay()
+        return outputs
+
+
+class CudaCapture:
+    """Captures into graphs that share their memory: they take turns on one stream."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may use the GPU meanwhile, as a server's do.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            outputs = run()
+        # Held by the pool alone, so that the next graph has its own in the same place.
+        return graph.replay, Outputs(*map(_alias, outputs))
+
+
+class _Memory:
+    """So that PyTorch finds a tensor's memory without owning it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (tensor.nbytes,),
+            "typestr": "|u1",
+            "data": (tensor.data_ptr(), False),
+            "version": 3,
+        }
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """The same memory, which the allocator may give to others."""
+    assert tensor.is_contiguous()
+    memory = torch.as_tensor(_Memory(tensor), device=tensor.device)
+    return memory.view(tensor.dtype).view(tensor.shape)

@@ -1,0 +1,293 @@
+"""Steps as a GPU gets them, run by a CPU: the same tokens as the plain runner's.
+
+Here a graph is its step, run again: it reads and writes what it did when it was "captured", and
+nothing else of the step that is launched.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gptoss_engine.config import EngineConfig
+from gptoss_engine.device_steps import DeviceSteps, warm_up_steps
+from gptoss_engine.engine import Engine
+from gptoss_engine.graphs import Outputs, Replay
+from gptoss_engine.runner import Runner, load_runner
+from gptoss_engine.sequence import ScheduledItem, Sequence
+from gptoss_engine.types import GenerationRequest, SamplingParams
+
+from ..tiny_checkpoint import TinyCheckpoint
+from .stepping import GREEDY, Stepper, outputs, sequence
+
+PROMPTS = [
+    [(11 * i + 7 * j * j) % 512 for j in range(length)]
+    for i, length in enumerate((1, 60, 127, 128, 129, 250))
+]
+SAMPLINGS = [
+    GREEDY,
+    SamplingParams(),
+    SamplingParams(temperature=0.8, top_k=40, top_p=0.9, min_p=0.02, logprobs=3),
+    SamplingParams(temperature=0.0, logprobs=0),
+    SamplingParams(min_tokens=10, stop_token_ids=(3, 4, 5)),
+    SamplingParams(temperature=1.5),
+]
+
+
+class Recorded:
+    """As graphs.CudaCapture. replayed: the sizes of the graphs, in order."""
+
+    def __init__(self) -> None:
+        self.replayed: list[int] = []
+
+    def __call__(self, run: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
+        kept = run()
+
+        def replay() -> None:
+            found = run()
+            self.replayed.append(len(found.token_ids))
+            for old, new in zip(kept, found, strict=True):
+                old.copy_(new)
+
+        return replay, kept
+
+
+def on_device(config: EngineConfig, capture: Recorded | None) -> Runner:
+    """A runner that steps as on a GPU."""
+    runner = load_runner(config)
+    runner._steps = DeviceSteps(
+        *(runner._model, runner._cache, runner._ops, config),
+        num_pages=runner.num_pages,
+        num_window_pages=runner.num_window_pages,
+        max_model_len=runner.max_model_len,
+        capture=capture,
+    )
+    runner.is_asynchronous = True
+    runner.warm_up()
+    return runner
+
+
+@pytest.fixture(scope="module")
+def config(tiny_checkpoint: TinyCheckpoint) -> EngineConfig:
+    config = EngineConfig(
+        model=str(tiny_checkpoint.original),
+        device="cpu",
+        page_size=16,
+        max_model_len=512,
+        max_num_seqs=12,
+        max_num_batched_tokens=300,
+    )
+    return replace(config, num_pages=120, num_window_pages=120)
+
+
+@pytest.fixture(scope="module")
+def plain(config: EngineConfig) -> Runner:
+    return load_runner(config)
+
+
+@pytest.fixture(params=["graphs", "no graphs"])
+def capture(request: pytest.FixtureRequest) -> Recorded | None:
+    return Recorded() if request.param == "graphs" else None
+
+
+def generated(runner: Runner, chunk: int) -> list[list[int]]:
+    """Six sequences that start and end at different steps, prefill beside decode."""
+    made = [
+        sequence(prompt, sampling, seed, stop_token_ids=frozenset(sampling.stop_token_ids))
+        for seed, (prompt, sampling) in enumerate(zip(PROMPTS, SAMPLINGS, strict=True))
+    ]
+    stepper = Stepper(runner)
+    for number in range(1, 6):
+        stepper.advance(*made[:number], chunk=chunk)
+    stepper.generate(*made, num_tokens=20, chunk=chunk)
+    return [outputs(each)[:20] for each in made]
+
+
+@pytest.mark.parametrize("chunk", [7, 50])
+def test_tokens_are_the_plain_runners(
+    config: EngineConfig, plain: Runner, capture: Recorded | None, chunk: int
+) -> None:
+    assert generated(on_device(config, capture), chunk) == generated(plain, chunk)
+    if capture:
+        assert len(capture.replayed) > 10
+        assert set(capture.replayed) <= set(range(1, 9)) | {12}
+
+
+def test_logprobs_are_the_plain_runners(
+    config: EngineConfig, plain: Runner, capture: Recorded | None
+) -> None:
+    def told(runner: Runner) -> list[object]:
+        sampling = [replace(each, logprobs=count) for count, each in enumerate(SAMPLINGS)]
+        sampling[2] = replace(sampling[2], logprobs=None)
+        made = [sequence(PROMPTS[2][:50], each, seed) for seed, each in enumerate(sampling)]
+        stepper = Stepper(runner)
+        return [stepper.advance(*made).logprobs for _ in range(3)]
+
+    assert told(on_device(config, capture)) == told(plain)
+
+
+def test_steps_with_guesses(config: EngineConfig, plain: Runner, capture: Recorded | None) -> None:
+    def tokens(runner: Runner) -> list[object]:
+        stepper, made = Stepper(runner), sequence(PROMPTS[3], SamplingParams(), seed=9)
+        other = sequence(PROMPTS[1], GREEDY)
+        stepper.advance(made, other)
+        found = [
+            stepper.step(ScheduledItem.of(made, 1, (40, 41)), ScheduledItem.of(other, 1)).token_ids
+        ]
+        stepper.generate(made, other, num_tokens=6)
+        return [*found, outputs(made), outputs(other)]
+
+    assert tokens(on_device(config, capture)) == tokens(plain)
+
+
+def requests(count: int) -> Iterator[GenerationRequest]:
+    chance = random.Random(0)
+    for index in range(count):
+        sampling = replace(
+            chance.choice(SAMPLINGS[:4]),
+            seed=index,
+            max_tokens=chance.randint(1, 25),
+            stop_token_ids=(7, 8),
+        )
+        prompt = [chance.randrange(512) for _ in range(chance.randint(1, 90))]
+        yield GenerationRequest(str(index), tuple(prompt), sampling)
+
+
+Answer = tuple[list[int], list[float], str]
+
+
+def answers(config: EngineConfig, runner: Runner) -> tuple[dict[str, Answer], Engine]:
+    """Tokens, their log-probabilities, and the end of requests that come while others run."""
+    engine = Engine(config, runner)
+    waiting = [*requests(30)]
+    found: dict[str, Answer] = {}
+    while waiting or engine.has_work:
+        for request in waiting[:2]:
+            engine.add(request)
+        waiting = waiting[2:]
+        for chunk in engine.step():
+            tokens, logprobs, _ = found.get(chunk.generation_id, ([], [], ""))
+            logprobs = logprobs + [entry.logprob for entry in chunk.logprobs]
+            ending = f"{chunk.finish_reason} {chunk.error}"
+            found[chunk.generation_id] = ([*tokens, *chunk.token_ids], logprobs, ending)
+    return found, engine
+
+
+@pytest.mark.parametrize("num_pages", [120, 14])
+def test_an_engine_says_the_same_overlapped_and_preempted(
+    config: EngineConfig, capture: Recorded | None, num_pages: int
+) -> None:
+    """Pending tokens by seat; seats and pages that go to others; sequences that start again."""
+    config = replace(config, num_pages=num_pages, num_window_pages=num_pages)
+    plain, engine = answers(replace(config, overlap="off"), load_runner(config))
+    assert not engine.is_overlapped
+    found, engine = answers(config, on_device(config, capture))
+    assert engine.is_overlapped
+    assert (engine.stats().num_preemptions > 0) == (num_pages == 14)
+    assert found.keys() == plain.keys()
+    for name, (tokens, logprobs, ending) in plain.items():
+        assert found[name] == (tokens, pytest.approx(logprobs, abs=1e-4), ending)
+
+
+def decoding(runner: Runner, count: int) -> tuple[Stepper, list[Sequence]]:
+    """Sequences after their prompts."""
+    stepper, made = Stepper(runner), [sequence(PROMPTS[1], GREEDY) for _ in range(count)]
+    stepper.advance(*made[:4])
+    if count > 4:
+        stepper.advance(*made[4:])
+    return stepper, made
+
+
+def test_a_step_takes_the_least_graph_that_has_room(config: EngineConfig) -> None:
+    capture = Recorded()
+    stepper, made = decoding(on_device(config, capture), 8)
+    assert capture.replayed == []
+    for count in (1, 3, 8):
+        stepper.advance(*made[:count])
+    assert capture.replayed == [1, 3, 8]
+    # What is no decode, or a chunk that ends before its prompt does, has no graph.
+    stepper.step(ScheduledItem.of(sequence(PROMPTS[1]), 1), ScheduledItem.of(made[0], 1))
+    assert capture.replayed == [1, 3, 8]
+
+
+def test_rows_that_fill_a_graph_are_stored_nowhere_and_choose_no_experts(
+    config: EngineConfig,
+) -> None:
+    capture = Recorded()
+    runner = on_device(config, capture)
+    for each in (*runner._cache.keys, *runner._cache.values):
+        each.fill_(7)
+    stepper, made = decoding(runner, 9)
+    chosen: list[torch.Tensor] = []
+    norm_route = runner._ops.norm_route
+    before = [each.clone() for each in (*runner._cache.keys, *runner._cache.values)]
+
+    class Watched:
+        def __getattr__(self, name: str) -> object:
+            return getattr(original, name)
+
+        def norm_route(self, *arguments: object) -> tuple[torch.Tensor, ...]:
+            found = norm_route(*arguments)  # type: ignore[arg-type]
+            chosen.append(found[1])
+            return found
+
+    assert runner._steps is not None
+    original, runner._steps._ops = runner._steps._ops, Watched()  # type: ignore[assignment]
+    stepper.advance(*made)
+    assert capture.replayed == [12]
+    for experts in chosen:
+        assert bool((experts[:9] >= 0).all())
+        assert bool((experts[9:] < 0).all())
+    for old, new in zip(before, (*runner._cache.keys, *runner._cache.values), strict=True):
+        changed = (old.view(torch.int32) != new.view(torch.int32)).any(-1).any(1)
+        assert int(changed.sum()) == 9
+
+
+def test_a_step_that_brings_more_than_a_graph_has_room_for_runs_without(
+    config: EngineConfig,
+) -> None:
+    """Pages of a long context at once; stop tokens that are masked."""
+    capture = Recorded()
+    stepper = Stepper(on_device(config, capture))
+    far = sequence(PROMPTS[5] * 2, num_computed_tokens=499)
+    for _ in range(2):
+        stepper.advance(far)
+    assert capture.replayed == [1]
+    sampling = SamplingParams(min_tokens=50, stop_token_ids=tuple(range(100)))
+    made = sequence(PROMPTS[0], sampling, stop_token_ids=frozenset(range(100)))
+    stepper.generate(made, num_tokens=20)
+    assert min(outputs(made)) >= 100
+    assert capture.replayed == [1]
+
+
+def test_a_graph_that_reads_elsewhere_is_our_own_bug(config: EngineConfig) -> None:
+    runner = on_device(config, Recorded())
+    stepper, made = decoding(runner, 2)
+    assert runner._steps is not None
+    parts = runner._steps._graph_parts
+    parts[2] = parts[3]
+    with pytest.raises(AssertionError, match="fixed addresses"):
+        stepper.advance(*made)
+
+
+def test_logits_that_are_no_numbers_are_said(
+    config: EngineConfig, capture: Recorded | None
+) -> None:
+    runner = on_device(config, capture)
+    stepper, made = decoding(runner, 2)
+    runner._model.weights.embedding.fill_(torch.nan)
+    with pytest.raises(RuntimeError, match="not numbers"):
+        stepper.advance(*made)
+
+
+def test_the_warm_up_has_the_largest_steps_and_all_small_ones() -> None:
+    steps = warm_up_steps(most_rows=300, most_seqs=12, max_model_len=512)
+    assert steps[0] == (*(1,) * 11, 289)
+    assert steps[1] == (300,)
+    assert steps[2:] == [(n,) for n in (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 96, 128, 256)]
+    # A context that is shorter than a step, or a step that has a token for each sequence.
+    assert warm_up_steps(300, 12, 128)[:2] == [(*(1,) * 11, 128), (128, 128, 44)]
+    assert warm_up_steps(4, 4, 512)[:2] == [(1, 1, 1, 1), (4,)]
+    assert warm_up_steps(1, 1, 512) == [(1,), (1,), (1,)]
