@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,8 @@ from gptoss_kernels import ops as operators
 
 log = logging.getLogger(__name__)
 
+Instrument = Callable[[operators.Operators], operators.Operators]
+
 
 @dataclass(frozen=True, slots=True)
 class Computed:
@@ -41,6 +44,7 @@ class Runner:
     max_model_len: tokens of prompt and answer together.
     weight_mode: the form of the experts' weights.
     is_asynchronous: whether `launch` returns before the step has run, as it does on a GPU.
+    instrument: gives what is called instead of the operators, for measuring.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class Runner:
         config: EngineConfig,
         num_pages: int,
         num_window_pages: int,
+        instrument: Instrument | None = None,
     ) -> None:
         self.model_config = model_config
         self.num_pages = num_pages
@@ -59,6 +64,8 @@ class Runner:
         self._page_size = config.page_size
         self._device = weights.embedding.device
         self._ops = load_operators(config, self._device, weights.embedding.dtype, model_config)
+        if instrument is not None:
+            self._ops = instrument(self._ops)
         self._sampler = Sampler(self._ops)
         table = rope_table(model_config, self.max_model_len, self._ops)
         self._model = GptOss(model_config, weights, table.to(self._device))
@@ -121,7 +128,7 @@ class Runner:
         return Computed(StepOutput.of(step, chosen, logprobs))
 
 
-def load_runner(config: EngineConfig) -> Runner:
+def load_runner(config: EngineConfig, *, instrument: Instrument | None = None) -> Runner:
     """The model that the configuration names, its weights loaded and its pages allocated.
 
     Raises InvalidCheckpoint or InvalidConfig, with a sentence, when they do not fit together.
@@ -137,7 +144,7 @@ def load_runner(config: EngineConfig) -> Runner:
     cache_dtype = choose_cache_dtype(config, dtype)
     pages = PageCounts.derive(config, source.config, cache_dtype)
     weights = load_weights(source, mode, dtype, device)
-    runner = Runner(source.config, weights, config, pages.full, pages.window)
+    runner = Runner(source.config, weights, config, pages.full, pages.window, instrument)
     runner.warm_up()
     log.info(
         "loaded %s on %s, weights %s, KV cache %s, all else %s, in %.1f s: %d pages for full "
