@@ -13,10 +13,10 @@ import torch
 
 from gptoss_engine.config import EngineConfig
 from gptoss_engine.device_steps import DeviceSteps, warm_up_steps
-from gptoss_engine.engine import Engine
+from gptoss_engine.engine import Engine, Pending
 from gptoss_engine.graphs import Outputs, Replay
 from gptoss_engine.runner import Runner, load_runner
-from gptoss_engine.sequence import ScheduledItem, Sequence
+from gptoss_engine.sequence import ScheduledItem, ScheduledStep, Sequence
 from gptoss_engine.types import GenerationRequest, SamplingParams
 
 from ..tiny_checkpoint import TinyCheckpoint
@@ -142,14 +142,15 @@ def test_steps_with_guesses(config: EngineConfig, plain: Runner, capture: Record
     assert tokens(on_device(config, capture)) == tokens(plain)
 
 
-def requests(count: int) -> Iterator[GenerationRequest]:
+def requests(count: int, stop_token_ids: tuple[int, ...]) -> Iterator[GenerationRequest]:
     chance = random.Random(0)
     for index in range(count):
         sampling = replace(
             chance.choice(SAMPLINGS[:4]),
             seed=index,
             max_tokens=chance.randint(1, 25),
-            stop_token_ids=(7, 8),
+            stop_token_ids=stop_token_ids,
+            ignore_eos=True,
         )
         prompt = [chance.randrange(512) for _ in range(chance.randint(1, 90))]
         yield GenerationRequest(str(index), tuple(prompt), sampling)
@@ -158,10 +159,12 @@ def requests(count: int) -> Iterator[GenerationRequest]:
 Answer = tuple[list[int], list[float], str]
 
 
-def answers(config: EngineConfig, runner: Runner) -> tuple[dict[str, Answer], Engine]:
+def answers(
+    config: EngineConfig, runner: Runner, stop_token_ids: tuple[int, ...] = (7, 8)
+) -> tuple[dict[str, Answer], Engine]:
     """Tokens, their log-probabilities, and the end of requests that come while others run."""
     engine = Engine(config, runner)
-    waiting = [*requests(30)]
+    waiting = [*requests(30, stop_token_ids)]
     found: dict[str, Answer] = {}
     while waiting or engine.has_work:
         for request in waiting[:2]:
@@ -291,3 +294,89 @@ def test_the_warm_up_has_the_largest_steps_and_all_small_ones() -> None:
     assert warm_up_steps(300, 12, 128)[:2] == [(*(1,) * 11, 128), (128, 128, 44)]
     assert warm_up_steps(4, 4, 512)[:2] == [(1, 1, 1, 1), (4,)]
     assert warm_up_steps(1, 1, 512) == [(1,), (1,), (1,)]
+
+
+# --- on a GPU alone ---
+
+
+@pytest.fixture(scope="module")
+def gpu_config() -> EngineConfig:
+    return EngineConfig(
+        random_weights="tiny",
+        device="cuda",
+        weights="fp8",
+        page_size=16,
+        num_pages=200,
+        num_window_pages=200,
+        max_model_len=512,
+        max_num_seqs=12,
+        max_num_batched_tokens=300,
+        cuda_graphs="on",
+    )
+
+
+@pytest.fixture(scope="module")
+def gpu_runner(gpu_config: EngineConfig) -> Runner:
+    return load_runner(gpu_config)
+
+
+@pytest.mark.gpu
+def test_graphs_are_their_steps_run_again(gpu_config: EngineConfig, gpu_runner: Runner) -> None:
+    """The same kernels in the same order: the same bits, fillers or not."""
+    capture = Recorded()
+    again = on_device(replace(gpu_config, cuda_graphs="off"), capture)
+    assert answers(gpu_config, gpu_runner)[0] == answers(gpu_config, again)[0]
+    assert {8, 12} < {*capture.replayed}
+
+
+@pytest.mark.gpu
+def test_overlapped_is_plain_on_a_gpu(gpu_config: EngineConfig, gpu_runner: Runner) -> None:
+    """No answer ends by what its tokens are, so that the steps are the same."""
+    plain, engine = answers(replace(gpu_config, overlap="off"), gpu_runner, ())
+    assert not engine.is_overlapped
+    found, engine = answers(gpu_config, gpu_runner, ())
+    assert engine.is_overlapped
+    assert found == plain
+
+
+@pytest.mark.gpu
+def test_nothing_is_allocated_after_the_warm_up(
+    gpu_config: EngineConfig, gpu_runner: Runner
+) -> None:
+    def counted() -> tuple[int, int]:
+        stats = torch.cuda.memory_stats()
+        return stats["num_device_alloc"], stats["reserved_bytes.all.peak"]
+
+    before = counted()
+    answers(gpu_config, gpu_runner)
+    assert counted() == before
+
+
+@pytest.mark.gpu
+def test_a_launch_waits_for_nothing(gpu_config: EngineConfig, gpu_runner: Runner) -> None:
+    launch = gpu_runner.launch
+
+    def watched(step: ScheduledStep) -> Pending:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(step)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu_runner, "launch", watched)
+        found, engine = answers(gpu_config, gpu_runner)
+    assert not engine.is_broken
+    assert len(found) == 30
+
+
+@pytest.mark.gpu
+def test_a_gpus_tokens_are_nearly_those_of_the_reference(
+    gpu_config: EngineConfig, gpu_runner: Runner
+) -> None:
+    """Until the first that parts, after which two answers have nothing in common."""
+    config = replace(gpu_config, gemm="reference", attention="reference", cuda_graphs="off")
+    expected, _ = answers(config, load_runner(config), ())
+    found, _ = answers(gpu_config, gpu_runner, ())
+    firsts = [found[name][0][0] == expected[name][0][0] for name in expected]
+    assert sum(firsts) >= 0.8 * len(firsts)
