@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from gptoss_backend.cli.bench import published as others
 from gptoss_backend.cli.bench.engines import (
@@ -28,7 +27,8 @@ from gptoss_backend.cli.bench.engines import (
 from gptoss_backend.cli.bench.flags import Budget, GpuPrice, Output, Plot, Profile, Seed, numbers
 from gptoss_backend.cli.bench.floors import Work, floor_ms, floors
 from gptoss_backend.cli.bench.money import DEFAULT_GPU_PRICE, dollars_per_million
-from gptoss_backend.cli.bench.results import Report, percentile, rounded, show
+from gptoss_backend.cli.bench.results import Report, percentile, rounded
+from gptoss_backend.cli.bench.tables import show
 from gptoss_backend.cli.errors import CommandFailed
 from gptoss_backend.cli.options import engine_config
 from gptoss_backend.cli.outputs import check_picture
@@ -79,7 +79,7 @@ def decode(
                     _profile(sequences, report, batch, cell, profile)
                 progress.advance(task)
             sequences.end()
-    show(_table(report))
+    show(report.lines)
     if plot is not None:
         from gptoss_backend.cli.bench.plots import draw
 
@@ -215,27 +215,3 @@ def _profile(sequences: _Sequences, report: Report, batch: int, cell: _Cell, fol
         profile,
         floors(sequences.engine.runner.model_config, work) if report.has_floors else {},
     )
-
-
-def _table(report: Report) -> Table:
-    table = Table(title=f"decode, {report.title}")
-    headings = ("context", "sequences", "ms a step", "p10 to p90", "tokens/s a user")
-    for heading in (*headings, "tokens/s", "$/M output", "of floor", "others, ms"):
-        table.add_column(heading, justify="right")
-    for line in report.lines:
-        cells = [str(line["context"]), str(line["batch"])]
-        if line["ms"] is None:
-            table.add_row(*cells, "", "", "", "", "", "", line["left_out"])
-            continue
-        low, high = line["spread_ms"]
-        table.add_row(
-            *cells,
-            f"{line['ms']:.4g}",
-            f"{low:.4g} to {high:.4g}",
-            f"{line['tokens_per_s_user']:.4g}",
-            f"{line['tokens_per_s']:.0f}",
-            f"{line['dollars_per_million']:.3g}",
-            f"{line['floor_ms'] / line['ms']:.0%}" if line["floor_ms"] else "",
-            ", ".join(f"{name} {ms:.4g}" for name, ms in line["peers"].items()),
-        )
-    return table

@@ -21,15 +21,19 @@ from gptoss_engine.types import GenerationRequest, SamplingParams, TokenChunk
 
 if TYPE_CHECKING:
     from gptoss_engine.engine import Engine
+    from gptoss_engine.runner import Instrument
 
 
-def load_engine(config: EngineConfig) -> "Engine":
-    """Weights loaded and pages allocated, without a loop's thread."""
+def load_engine(config: EngineConfig, instrument: "Instrument | None" = None) -> "Engine":
+    """Weights loaded and pages allocated, without a loop's thread.
+
+    instrument: gives what is called instead of the operators.
+    """
     from gptoss_engine.engine import Engine
     from gptoss_engine.runner import load_runner
 
     with Console(stderr=True).status(f"loading {config.random_weights or config.model}"):
-        return Engine(config, load_runner(config))
+        return Engine(config, load_runner(config, instrument=instrument))
 
 
 class Prompts:

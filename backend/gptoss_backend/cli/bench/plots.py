@@ -33,7 +33,7 @@ def draw(lines: Iterable[Line], path: Path, gpu_price: float = DEFAULT_GPU_PRICE
     rows: dict[tuple[str, str], list[Line]] = defaultdict(list)
     for line in lines:
         is_drawn = line["benchmark"] in _PAINTERS and "left_out" not in line
-        if is_drawn and (line["benchmark"] != "serve" or line["rate"]):
+        if is_drawn and (line["benchmark"] != "serve" or line.get("rate")):
             rows[line["benchmark"], line["model"]].append(line)
     if not rows:
         raise CommandFailed("these lines have nothing to draw: no prefill, decode or serve rates")

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from gptoss_backend.cli.bench import published as others
 from gptoss_backend.cli.bench.engines import (
@@ -24,7 +23,8 @@ from gptoss_backend.cli.bench.engines import (
 from gptoss_backend.cli.bench.flags import Budget, GpuPrice, Output, Plot, Profile, Seed, numbers
 from gptoss_backend.cli.bench.floors import Work, floor_ms, floors
 from gptoss_backend.cli.bench.money import DEFAULT_GPU_PRICE, dollars_per_million
-from gptoss_backend.cli.bench.results import Report, percentile, rounded, show
+from gptoss_backend.cli.bench.results import Report, percentile, rounded
+from gptoss_backend.cli.bench.tables import print_table, show
 from gptoss_backend.cli.options import engine_config
 from gptoss_backend.cli.outputs import check_picture
 from gptoss_engine.config import EngineConfig
@@ -75,9 +75,9 @@ def prefill(
             _add(report, engine, batch, length, times, reason, gpu_price)
             if profile is not None and times:
                 _profile(engine, requests, report, batch, length, times, profile)
-    show(_table(report))
+    show(report.lines)
     for table in others.prefill_tables(report.model, gpu_price) if published else []:
-        show(table)
+        print_table(table)
     if plot is not None:
         from gptoss_backend.cli.bench.plots import draw
 
@@ -165,26 +165,3 @@ def _profile(
         if report.has_floors
         else {},
     )
-
-
-def _table(report: Report) -> Table:
-    table = Table(title=f"prefill, {report.title}")
-    headings = ("sequences", "tokens each", "seconds", "p10 to p90", "$/M input", "tokens/s")
-    for heading in (*headings, "of floor", "others, s"):
-        table.add_column(heading, justify="right")
-    for line in sorted(report.lines, key=lambda line: (line["batch"], line["context"])):
-        cells = [str(line["batch"]), str(line["context"])]
-        if line["ms"] is None:
-            table.add_row(*cells, "", "", "", "", "", line["left_out"])
-            continue
-        low, high = (each / 1e3 for each in line["spread_ms"])
-        table.add_row(
-            *cells,
-            f"{line['ms'] / 1e3:.4g}",
-            f"{low:.4g} to {high:.4g}",
-            f"{line['dollars_per_million']:.3g}",
-            f"{line['tokens_per_s']:.0f}",
-            f"{line['floor_ms'] / line['ms']:.0%}" if line["floor_ms"] else "",
-            ", ".join(f"{name} {ms / 1e3:.3f}" for name, ms in line["peers"].items()),
-        )
-    return table

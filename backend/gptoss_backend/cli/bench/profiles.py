@@ -15,7 +15,7 @@ from typing import Any
 from rich.table import Table
 
 from gptoss_backend.cli.bench.floors import Floor
-from gptoss_backend.cli.bench.results import show
+from gptoss_backend.cli.bench.tables import print_table
 from gptoss_backend.cli.errors import CommandFailed
 
 _MOST_ROWS = 20
@@ -109,7 +109,7 @@ def operator_of(kernel: str) -> str:
 
 
 def print_profile(title: str, profile: Profile, floors: Mapping[str, Floor]) -> None:
-    show(profile_table(title, profile, floors))
+    print_table(profile_table(title, profile, floors))
 
 
 def profile_table(title: str, profile: Profile, floors: Mapping[str, Floor]) -> Table:

@@ -10,15 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from gptoss_backend.cli.errors import CommandFailed
 from gptoss_backend.cli.outputs import check_writable
 from gptoss_backend.cli.provenance import model_name, provenance
 from gptoss_engine.config import EngineConfig
 
-_FILE_COLUMNS = 200
 # What makes a cell, of any benchmark.
 _KEY = (
     *("benchmark", "operator", "model", "random_weights", "weights", "kv", "tp", "ep", "dp"),
@@ -47,15 +44,6 @@ class Report:
         }
         self._provenance = provenance(config)
         self.lines: list[dict[str, Any]] = []
-
-    @property
-    def title(self) -> str:
-        common = self._common
-        kind = "random weights in " if common["random_weights"] else ""
-        return (
-            f"{common['model']}: {kind}{common['weights']}, {common['kv']} KV, "
-            f"TP{common['tp']} EP{common['ep']} DP{common['dp']}, {self._provenance['device']}"
-        )
 
     @property
     def model(self) -> str:
@@ -111,14 +99,6 @@ def _parsed(words: str, place: str) -> dict[str, Any]:
     if not isinstance(line, dict) or "benchmark" not in line:
         raise CommandFailed(f"{place} is no line of a benchmark's results")
     return line
-
-
-def show(table: Table) -> None:
-    """On a terminal in its width, else in the table's own."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_FILE_COLUMNS)
-    console.print(table)
 
 
 def percentile(values: Sequence[float], share: float) -> float:

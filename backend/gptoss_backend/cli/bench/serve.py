@@ -15,7 +15,6 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from gptoss_backend.cli.bench.clients import num_processes, run_clients
 from gptoss_backend.cli.bench.engines import load_engine, run_load, say
@@ -26,7 +25,8 @@ from gptoss_backend.cli.bench.load import (
     parse_goodput,
     parse_rates,
 )
-from gptoss_backend.cli.bench.results import Report, rounded, show
+from gptoss_backend.cli.bench.results import Report, rounded
+from gptoss_backend.cli.bench.tables import show
 from gptoss_backend.cli.bench.workloads import RandomTokens, Sums, Workload
 from gptoss_backend.cli.errors import CommandFailed
 from gptoss_backend.cli.options import engine_config
@@ -99,7 +99,7 @@ def serve(
                 server.check()
                 raise
             _add(report, outcome, engine, workload, input_len, limits)
-    show(_rates_table(report) if rates else _tax_table(report))
+    show(report.lines)
     if plot is not None:
         from gptoss_backend.cli.bench.plots import draw
 
@@ -188,48 +188,3 @@ def _figures(outcome: Outcome) -> dict[str, Any]:
         "tokens_per_s": rounded(outcome.tokens_per_s),
         **outcome.figures(),
     }
-
-
-def _tax_table(report: Report) -> Table:
-    """Of each load the engine alone, then the server, and what the way through it costs."""
-    table = Table(title=f"server, {report.title}")
-    table.add_column("")
-    headings = ("streams", "requests/s", "tokens/s", "of engine", "TTFT ms", "TPOT ms", "ITL ms")
-    for heading in (*headings, "ITL p99", "responses", "cost, ms a response"):
-        table.add_column(heading, justify="right")
-    for line in report.lines:
-        engine = line["engine"]
-        share = line["tokens_per_s"] / engine["tokens_per_s"]
-        for name, each in (("engine alone", engine), ("through the server", line)):
-            is_server = each is line
-            table.add_row(
-                *(name, str(line["batch"])),
-                *(f"{each[key]:g}" for key in ("requests_per_s", "tokens_per_s")),
-                f"{share:.1%}" if is_server else "",
-                *(_number(each[key]) for key in ("ttft_ms", "tpot_ms", "itl_ms")),
-                _number(each["percentiles_ms"].get("itl", [None])[-1]),
-                *(
-                    (str(line["responses"]), f"{line['cost_ms_per_response']:g}")
-                    if is_server
-                    else ("", "")
-                ),
-            )
-    return table
-
-
-def _rates_table(report: Report) -> Table:
-    table = Table(title=f"server, {report.title}; ms at p50, p90, p99")
-    for heading in ("rate", "requests/s", "tokens/s", "TTFT", "TPOT", "ITL", "goodput/s"):
-        table.add_column(heading, justify="right")
-    for line in report.lines:
-        shares = line["percentiles_ms"]
-        table.add_row(
-            *(line["rate"], f"{line['requests_per_s']:g}", f"{line['tokens_per_s']:g}"),
-            *(", ".join(map(_number, shares.get(name, []))) for name in ("ttft", "tpot", "itl")),
-            _number(line.get("goodput_requests_per_s")),
-        )
-    return table
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:g}"

@@ -3,10 +3,9 @@
 No server and no clients: what an offline run, or the benchmarks that others publish, would see.
 """
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from gptoss_backend.cli.bench import published as others
 from gptoss_backend.cli.bench.engines import (
@@ -19,7 +18,8 @@ from gptoss_backend.cli.bench.engines import (
 from gptoss_backend.cli.bench.flags import GpuPrice, Output, Seed
 from gptoss_backend.cli.bench.load import ALL_AT_ONCE, Load
 from gptoss_backend.cli.bench.money import DEFAULT_GPU_PRICE, dollars_per_million
-from gptoss_backend.cli.bench.results import Report, rounded, show
+from gptoss_backend.cli.bench.results import Report, rounded
+from gptoss_backend.cli.bench.tables import show
 from gptoss_backend.cli.bench.workloads import RandomTokens
 from gptoss_backend.cli.errors import CommandFailed
 from gptoss_backend.cli.options import engine_config
@@ -70,7 +70,7 @@ def throughput(
     gpus = config.tp * config.dp
     output_tokens = num_requests * output_len
     peers = others.peers(others.throughputs(report.model), (input_len, output_len))
-    line = report.add(
+    report.add(
         "throughput",
         tokens=None,
         batch=config.max_num_seqs,
@@ -90,19 +90,5 @@ def throughput(
         ),
         **outcome.figures(),
     )
-    show(_table(report, line))
+    show(report.lines)
     report.close()
-
-
-def _table(report: Report, line: dict[str, Any]) -> Table:
-    table = Table(title=f"throughput, {report.title}")
-    headings = ("requests", "in", "out", "seconds", "tokens/s out", "tokens/s in and out")
-    for heading in (*headings, "$/M output", "TTFT p50, ms", "TPOT p50, ms", "others, tokens/s"):
-        table.add_column(heading, justify="right")
-    table.add_row(
-        *(str(line[name]) for name in ("requests", "input_len", "output_len")),
-        *(f"{line[name]:g}" for name in ("seconds", "tokens_per_s", "total_tokens_per_s")),
-        *(f"{line[name]:g}" for name in ("dollars_per_million", "ttft_ms", "tpot_ms")),
-        ", ".join(f"{name} {value}" for name, value in line["peers_tokens_per_s"].items()),
-    )
-    return table

@@ -1,4 +1,4 @@
-"""`gptoss bench plot`: pictures of result files, without measuring anything."""
+"""`gptoss bench plot` and `table`: what result files hold, without measuring anything."""
 
 from pathlib import Path
 from typing import Annotated
@@ -8,6 +8,7 @@ import typer
 from gptoss_backend.cli.bench.flags import GpuPrice
 from gptoss_backend.cli.bench.money import DEFAULT_GPU_PRICE
 from gptoss_backend.cli.bench.results import read_lines
+from gptoss_backend.cli.bench.tables import markdown
 from gptoss_backend.cli.outputs import check_picture
 
 
@@ -24,3 +25,10 @@ def plot(
 
     draw(read_lines(files), output, gpu_price)
     typer.echo(str(output))
+
+
+def table(
+    files: Annotated[list[Path], typer.Argument(help="JSON lines; of one cell the newest counts.")],
+) -> None:
+    """Print Markdown tables of result files, for documents."""
+    typer.echo(markdown(read_lines(files)), nl=False)
