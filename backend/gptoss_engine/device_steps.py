@@ -206,11 +206,9 @@ class DeviceSteps:
         self, step: ScheduledStep, staged: StagedStep, sampling: Sampling
     ) -> int | None:
         """Of the graph that has room for the step; None if there is none."""
-        if self._graphs is None:
+        if self._graphs is None or not len(step.items) == sampling.num_rows == staged.num_rows:
             return None
-        if not all(item.is_sampled and item.num_slots == 1 for item in step.items):
-            return None
-        size = self._graphs.size_for(len(step.items))
+        size = self._graphs.size_for(staged.num_rows)
         if size is None:
             return None
         is_small = len(staged.words) <= _WORDS * size and len(sampling.masked_ids) <= _MASKED * size
@@ -220,20 +218,21 @@ class DeviceSteps:
         self, size: int, step: ScheduledStep, staged: StagedStep, sampling: Sampling
     ) -> tuple[Outputs, SamplingRows]:
         assert self._graphs is not None
-        parts = self._send_filled(size, staged, sampling, self._due(step)[1])
+        seats = [item.seat for item in step.items]
+        parts = self._send_filled(size, staged, sampling, seats)
         assert parts[:-1] == self._graph_parts[size][:-1], "a graph reads at fixed addresses"
         return self._graphs.replay(size), self._graph_inputs[size].sampling
 
     def _send_filled(
-        self, size: int, staged: StagedStep, sampling: Sampling, seats: np.ndarray
+        self, size: int, staged: StagedStep, sampling: Sampling, seats: list[int]
     ) -> tuple[Part, ...]:
         """As a graph of so many rows reads it."""
-        nobody = np.full(size - len(seats), self._config.max_num_seqs)
+        nobody = [self._config.max_num_seqs] * (size - len(seats))
         return self._send(
             staged.filled(size, _WORDS * size + 1),
             _filled(sampling, size),
             np.arange(size),
-            np.concatenate((seats, nobody)),
+            np.array(seats + nobody, dtype=np.int64),
         )
 
     def _decode(self, size: int) -> Outputs:
@@ -245,7 +244,7 @@ class DeviceSteps:
                 size,
                 StagedStep.build(nothing, self._known),
                 sampling._replace(masked_ids=np.zeros(_MASKED * size, dtype=np.int32)),
-                np.zeros(0, dtype=np.int64),
+                [],
             )
             self._graph_parts[size], self._graph_inputs[size] = parts, self._read(parts)
         return self._compute(self._graph_inputs[size], size, Decodes(size, size, 1))
@@ -346,6 +345,8 @@ def _sampling(step: ScheduledStep, vocab_size: int) -> Sampling:
 def _filled(sampling: Sampling, num_rows: int) -> Sampling:
     """As many rows; those beyond are greedy, and nothing is told of them."""
     spare = num_rows - sampling.num_rows
+    if not spare:
+        return sampling
 
     def filled(array: np.ndarray, value: float) -> np.ndarray:
         return np.concatenate((array, np.full(spare, value, dtype=array.dtype)))

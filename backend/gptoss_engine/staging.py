@@ -79,10 +79,13 @@ class Staging:
 
 
 class NewPages(NamedTuple):
-    """The pages that the device does not have: from a column of a sequence's table on."""
+    """Of a sequence: the pages that the device does not have, from a column of its table on, in
+    both page groups."""
 
-    column: int
-    pages: list[int]
+    full_column: int
+    full: list[int]
+    window_column: int
+    window: list[int]
 
 
 class KnownPages:
@@ -104,76 +107,82 @@ class KnownPages:
             if sequence.page_tables in self._owner:
                 self._owner[self._owner.index(sequence.page_tables)] = None
 
-    def add(self, item: ScheduledItem) -> tuple[NewPages, NewPages]:
-        """What the item brings in both page groups; from now on the device has it.
+    def add(self, item: ScheduledItem) -> NewPages | None:
+        """What the item brings, if anything; from now on the device has it.
 
         Of the window's group nothing that none of its tokens sees.
         """
-        seat, tables = item.seat, item.sequence.page_tables
-        if self._owner[seat] is not tables or item.first == 0:
+        seat, tables, first = item.seat, item.sequence.page_tables, item.first
+        num_full, num_window = len(tables.full), len(tables.window)
+        last = (first + item.num_slots - 1) // self._page_size
+        assert last < num_full, "a token has no page to be stored in"
+        assert last < num_window, "a token has no page to be stored in"
+        if self._owner[seat] is not tables or first == 0:
             self._owner[seat] = tables
             self._num_full[seat] = self._num_window[seat] = 0
-        column = self._num_full[seat]
-        self._num_full[seat] = len(tables.full)
-        full = NewPages(column, tables.full[column:])
-        column = self._num_window[seat]
-        self._num_window[seat] = len(tables.window)
-        first_seen = (item.first - self._sliding_window + 1) // self._page_size
-        column = max(column, first_seen)
-        window = NewPages(column, tables.window[column:])
-        last = (item.first + item.num_slots - 1) // self._page_size
-        assert last < len(tables.full), "a token has no page to be stored in"
-        assert last < len(tables.window), "a token has no page to be stored in"
-        assert -1 not in window.pages, "a token has no page to be stored in"
-        return full, window
+        full_column, window_column = self._num_full[seat], self._num_window[seat]
+        if full_column == num_full and window_column == num_window:  # As of most decodes.
+            return None
+        self._num_full[seat], self._num_window[seat] = num_full, num_window
+        first_seen = (first - self._sliding_window + 1) // self._page_size
+        window_column = max(window_column, first_seen)
+        new = NewPages(
+            *(full_column, tables.full[full_column:]),
+            *(window_column, tables.window[window_column:]),
+        )
+        assert -1 not in new.window, "a token has no page to be stored in"
+        return new
 
 
 @dataclass(frozen=True, slots=True)
 class StagedStep:
-    """A step in the words of ops.unpack_step, num_rows rows together."""
+    """A step in the words of ops.unpack_step: StepItems one after another, and the words.
 
-    items: tuple[StepItem, ...]
+    num_rows: of all num_sequences together.
+    """
+
+    items: "array[int]"
     words: "array[int]"
+    num_sequences: int
     num_rows: int
 
     @classmethod
     def build(cls, step: ScheduledStep, known: KnownPages) -> "StagedStep":
         """From now on the device knows the pages of the step."""
         known.forget(step.preempted)
-        items: list[StepItem] = []
-        words = array("i")
+        items, words = array("i"), array("i")
         row = 0
         for item in step.items:
-            first = len(words)
+            begin, num_slots = len(words), item.num_slots
             if item.is_pending:
-                assert item.num_slots == 1
+                assert num_slots == 1
                 words.append(PENDING)
             else:
                 words.extend(item.sequence.token_ids[item.first : item.first + item.num_tokens])
                 words.extend(item.draft_token_ids)
-            full, window = known.add(item)
-            words.extend(full.pages)
-            words.extend(window.pages)
-            items.append(
-                StepItem(
-                    *(item.seat, item.first, row, item.num_slots, first),
-                    *(full.column, len(full.pages), window.column, len(window.pages)),
-                )
-            )
-            row += item.num_slots
-        return cls(tuple(items), words, row)
+            items.extend((item.seat, item.first, row, num_slots, begin))
+            new = known.add(item)
+            if new is None:
+                items.extend((0, 0, 0, 0))
+            else:
+                items.extend((new.full_column, len(new.full), new.window_column, len(new.window)))
+                words.extend(new.full)
+                words.extend(new.window)
+            row += num_slots
+        return cls(items, words, len(step.items), row)
 
     def filled(self, num_sequences: int, num_words: int) -> "StagedStep":
         """As long as that, by sequences of one row that is none: they all read the last word."""
         assert len(self.words) < num_words
-        spare = num_sequences - len(self.items)
-        fillers = (
-            StepItem(NO_SEAT, 0, self.num_rows + index, 1, num_words - 1) for index in range(spare)
-        )
+        items = self.items[:]
+        for index in range(num_sequences - self.num_sequences):
+            items.extend(StepItem(NO_SEAT, 0, self.num_rows + index, 1, num_words - 1))
         words = self.words + array("i", [PENDING]) * (num_words - len(self.words))
-        return StagedStep((*self.items, *fillers), words, self.num_rows + spare)
+        num_rows = self.num_rows + num_sequences - self.num_sequences
+        return StagedStep(items, words, num_sequences, num_rows)
 
     @property
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
         """items [B, 9] and words [W] int32."""
-        return np.array(self.items, dtype=np.int32), np.frombuffer(self.words, dtype=np.int32)
+        items, words = (np.frombuffer(each, dtype=np.int32) for each in (self.items, self.words))
+        return items.reshape(-1, len(StepItem._fields)), words

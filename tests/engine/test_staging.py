@@ -43,7 +43,7 @@ class Device:
 
     def unpacked(self, step: ScheduledStep, num_sequences: int = 0) -> StepTensors:
         staged = StagedStep.build(step, self.known)
-        staged = staged.filled(max(num_sequences, len(staged.items)), len(staged.words) + 5)
+        staged = staged.filled(max(num_sequences, staged.num_sequences), len(staged.words) + 5)
         items, words = (torch.from_numpy(each.copy()) for each in staged.arrays)
         out = StepTensors.empty(staged.num_rows, len(items), COLUMNS, CPU)
         for each in out:
@@ -172,7 +172,7 @@ def test_only_new_pages_are_sent_and_of_the_window_only_what_is_seen() -> None:
     assert words == [*made.token_ids[20:29], 10, 11, 12, 9, 8, 7]
     made.num_computed_tokens = 29
     assert built_with(known, ScheduledItem.of(made, 1)) == (
-        [StepItem(2, 29, 0, 1, 0, 8, 0, 8, 0)],
+        [StepItem(2, 29, 0, 1, 0)],
         [made.token_ids[29]],
     )
     # The first step of a sequence whose keys are all there already: what nobody sees is not sent.
@@ -184,8 +184,12 @@ def test_only_new_pages_are_sent_and_of_the_window_only_what_is_seen() -> None:
 
 
 def built_with(known: KnownPages, *items: ScheduledItem) -> tuple[list[StepItem], list[int]]:
-    staged = StagedStep.build(ScheduledStep(items), known)
-    return [*staged.items], [*staged.words]
+    return described(StagedStep.build(ScheduledStep(items), known))
+
+
+def described(staged: StagedStep) -> tuple[list[StepItem], list[int]]:
+    items, words = staged.arrays
+    return [StepItem(*row) for row in items.tolist()], words.tolist()
 
 
 def test_who_lost_its_pages_and_finds_the_same_seat_brings_all_of_them() -> None:
@@ -195,8 +199,8 @@ def test_who_lost_its_pages_and_finds_the_same_seat_brings_all_of_them() -> None
     made.page_tables.full[:], made.page_tables.window[:] = [8, 9], [3, 4]
     made.num_computed_tokens = 5  # as after a hit of a prefix, some day
     step = ScheduledStep((ScheduledItem.of(made, 1),), preempted=(made,))
-    staged = StagedStep.build(step, known)
-    assert staged.items == (StepItem(2, 5, 0, 1, 0, 0, 2, 0, 2),)
+    items, _ = described(StagedStep.build(step, known))
+    assert items == [StepItem(2, 5, 0, 1, 0, 0, 2, 0, 2)]
     # A sequence that was preempted before its first step is nobody whom the device knows.
     known.forget((seated(0, 1, [], []),))
 
