@@ -77,7 +77,7 @@ class Scheduler:
         self._deadlines: list[tuple[float, str]] = []
 
     def __contains__(self, generation_id: str) -> bool:
-        """Whether the generation is waiting or running."""
+        """Whether the generation is open: waiting, running or ending."""
         return generation_id in self._open
 
     @property

@@ -936,11 +936,13 @@ def test_stats_count_who_has_only_just_arrived(make_engine: MakeEngine) -> None:
 
 
 @pytest.mark.parametrize("ending", ["drain", "stop", "failure"])
-def test_traffic_from_many_threads_ends_exactly_once_each(ending: str) -> None:
+def test_traffic_from_many_threads_ends_exactly_once_each(
+    make_engine: MakeEngine, ending: str
+) -> None:
     runner = FakeRunner(num_pages=12, num_window_pages=14)
     if ending == "failure":
         runner.on_run = failing_after(150)
-    engine = Engine(EngineConfig(page_size=4, max_num_seqs=6, max_num_batched_tokens=12), runner)
+    engine = make_engine(runner, max_num_seqs=6, max_num_batched_tokens=12)
     answers: dict[str, tuple[tuple[int, ...], str]] = {}
     clients: dict[str, Client] = {}
 

@@ -142,7 +142,7 @@ def test_when_pages_run_out_the_last_admitted_goes_back_to_the_head_of_the_queue
     b = sequences["b"]
     assert (b.status, b.num_computed_tokens) == (Status.WAITING, 0)
     assert b.num_output_tokens > 0
-    assert (b.page_tables.full, b.page_tables.window) == ([], [])
+    assert (b.page_tables.full, b.page_tables.window, b.seat) == ([], [], NO_SEAT)
     assert [sequence.generation_id for sequence in scheduler.waiting] == ["b", "c"]
     run_to_end(scheduler, runner)
     for sequence in sequences.values():
@@ -354,6 +354,9 @@ def test_accepted_guesses_give_the_plain_answer_in_fewer_steps(
             len(item.sequence.token_ids) + len(item.draft_token_ids) < 3 + max_tokens
             for item in step.items
         ), "the last token needs no guess after it"
+        assert all(item.num_tokens == 1 for item in step.items if item.num_output_tokens), (
+            "accepted guesses are in the cache"
+        )
         scheduler.update(step, runner.run(step))
         num_steps += 1
         assert sum(item.num_slots for item in step.items) <= scheduler.max_num_batched_tokens
