@@ -4,10 +4,12 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from gptoss_engine.batch import Batch
+from gptoss_engine.capacity import beside_weights, fitted
 from gptoss_engine.checkpoints.checkpoint import Checkpoint, checkpoint_folder
 from gptoss_engine.checkpoints.tensor_source import TensorSource, WeightMode
 from gptoss_engine.config import EngineConfig, InvalidConfig
@@ -142,16 +144,26 @@ def load_runner(config: EngineConfig, *, instrument: Instrument | None = None) -
     mode = choose_weight_mode(config, source)
     choose_graphs(config, device, dtype, mode)
     cache_dtype = choose_cache_dtype(config, dtype)
-    pages = PageCounts.derive(config, source.config, cache_dtype)
-    weights = load_weights(source, mode, dtype, device)
-    runner = Runner(source.config, weights, config, pages.full, pages.window, instrument)
-    runner.warm_up()
+
+    def built(weights: Weights, pages: PageCounts) -> Runner:
+        runner = Runner(source.config, weights, config, pages.full, pages.window, instrument)
+        runner.warm_up()
+        return runner
+
+    if device.type == "cuda":
+        beside = beside_weights(config, source.config, cache_dtype, device)
+        weights = load_weights(source, mode, dtype, device, beside=beside)
+        build = partial(built, weights)
+        runner = fitted(build, config, source.config, cache_dtype, device, weights.num_bytes)
+    else:
+        pages = PageCounts.derive(config, source.config, cache_dtype)
+        runner = built(load_weights(source, mode, dtype, device), pages)
     log.info(
         "loaded %s on %s, weights %s, KV cache %s, all else %s, in %.1f s: %d pages for full "
         "layers, %d for window layers",
         *(source.label, device, mode),
         *(str(each).removeprefix("torch.") for each in (cache_dtype, dtype)),
-        *(time.monotonic() - started, pages.full, pages.window),
+        *(time.monotonic() - started, runner.num_pages, runner.num_window_pages),
     )
     return runner
 
