@@ -1,10 +1,12 @@
 """Rows of logits and what is asked of them, for the reference and for kernels."""
 
+import random
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from gptoss_kernels import reference
 from gptoss_kernels.contracts import SamplingRows
 
 
@@ -41,3 +43,100 @@ def sampling_rows(
         masked_ids=torch.tensor([each for ids in masked for each in ids], dtype=torch.int32),
         num_top=column(num_top, torch.int32),
     )
+
+
+def spread_logits(
+    kind: str, num_rows: int, vocab_size: int, dtype: torch.dtype, seed: int
+) -> Tensor:
+    """[S, V] of one of KINDS, in rows that lie further apart than they are long."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(num_rows, vocab_size, generator=generator)
+    values = {
+        "peaked": lambda: values * 6,
+        "flat": lambda: torch.full_like(values, -3.5),
+        "tied": lambda: (values * 2).round(),
+        "apart": lambda: values * 1e30,  # of which all but a few weigh nothing
+        "near": lambda: values * 2e-2 + 1,
+        "zeros": lambda: torch.copysign(torch.zeros_like(values), values),
+        "few": lambda: values.where(values > 1.5, -torch.inf),
+    }[kind]()
+    values[:, -1] = values[:, -1].clamp(min=-100)  # a number in each row
+    apart = torch.full((num_rows, vocab_size + 16), torch.nan, dtype=dtype)
+    apart[:, :vocab_size] = values.to(dtype)
+    return apart[:, :vocab_size]
+
+
+KINDS = ("peaked", "flat", "tied", "apart", "near", "zeros", "few")
+
+
+def mixed_rows(logits: Tensor, seed: int) -> SamplingRows:
+    """Every sort of row, each with uniforms of its own, some with tokens that must not come."""
+    num_rows, vocab_size = logits.shape
+    generator = torch.Generator().manual_seed(seed)
+    settings = [
+        {"temperature": 0.0},
+        {},
+        {"temperature": 0.7, "top_k": min(50, vocab_size - 1)},
+        {"temperature": 3.0, "top_p": 0.9},
+        {"min_p": 0.05},
+        {"temperature": 0.6, "top_k": vocab_size - 1, "top_p": 0.95, "min_p": 1e-4},
+        {"temperature": 1e-5, "top_p": 1e-9},
+        {"temperature": 100.0, "top_k": 1, "min_p": 1.0},
+        {"temperature": 9e-6, "top_k": 3},
+        {"top_p": 0.999999, "top_k": vocab_size + 1},
+    ]
+    chosen = [settings[row % len(settings)] for row in range(num_rows)]
+    uniforms = torch.rand(num_rows, dtype=torch.float64, generator=generator)
+    uniforms[2::7], uniforms[3::7] = 0, 1 - 2.0**-53
+    masked = [
+        torch.randint(vocab_size, (row % 4 * 50,), generator=generator).tolist()
+        for row in range(num_rows)
+    ]
+    for row in range(0, num_rows, 3):
+        masked[row].append(int(logits[row].argmax()))
+    return sampling_rows(
+        num_rows,
+        temperature=[each.get("temperature", 1.0) for each in chosen],
+        top_k=[int(each.get("top_k", 0)) for each in chosen],
+        top_p=[each.get("top_p", 1.0) for each in chosen],
+        min_p=[each.get("min_p", 0.0) for each in chosen],
+        uniforms=uniforms,
+        masked=masked,
+    )
+
+
+def border_rows(logits: Tensor, temperature: float, seed: int = 0) -> SamplingRows:
+    """Rows of which a unit more or less decides, in fours, for equal rows of logits.
+
+    A uniform that is just enough for a token, and the one below it, which gives the token before.
+    A top_p of half a unit more than what the likeliest tokens hold, so that another is kept, and a
+    min_p of half a unit more than the last token's weight, which is not: the largest uniform shows.
+    """
+    chance = random.Random(seed)
+    uniforms, top_p, min_p = [], [], []
+    for values in logits[::4].float():
+        weights = reference.token_weights(values, temperature)
+        sums = weights.cumsum(0).tolist()
+        possible = weights.nonzero()[1:-1].flatten().tolist()
+        before = sums[chance.choice(possible) - 1]
+        enough = -(-(before << 53) // sums[-1])
+        held = _held_before_a_later_id(values, weights)
+        last = int(weights[weights > 0][-1])
+        uniforms += [enough / 2**53, (enough - 1) / 2**53, 1 - 2.0**-53, 1 - 2.0**-53]
+        top_p += [1.0, 1.0, (held + 0.5) / sums[-1], 1.0]
+        min_p += [0.0, 0.0, 0.0, (last + 0.5) / 2**reference.WEIGHT_BITS]
+    return sampling_rows(
+        len(logits), temperature=temperature, uniforms=uniforms, top_p=top_p, min_p=min_p
+    )
+
+
+def _held_before_a_later_id(values: Tensor, weights: Tensor) -> int:
+    """By the fewest of the largest logits behind all of whose ids the next one has another."""
+    largest = values.unique(sorted=True).flip(0)
+    kept = values >= largest[0]
+    for following in largest[1:]:
+        last = kept.nonzero()[-1]
+        if (values == following).nonzero()[-1] > last:
+            return int(weights[kept].sum())
+        kept = values >= following
+    raise AssertionError("the last id has the largest logit")

@@ -20,10 +20,12 @@ from gptoss_kernels.cuda.dispatch_fp8 import specs as dispatch_specs
 from gptoss_kernels.cuda.few_rows_fp8 import MAXIMUM_ROWS, FewRowsTile
 from gptoss_kernels.cuda.grouped_fp8 import choose_tile as choose_grouped_tile
 from gptoss_kernels.cuda.linear_fp8 import choose_tile as choose_linear_tile
+from gptoss_kernels.cuda.logprobs import spec as logprobs_spec
 from gptoss_kernels.cuda.norm_route import RouteTile, choice_spec
 from gptoss_kernels.cuda.quantise import spec as quantise_spec
 from gptoss_kernels.cuda.rms_norm_fp8 import spec as rms_norm_spec
 from gptoss_kernels.cuda.rows import choose_layout
+from gptoss_kernels.cuda.sample import spec as sample_spec
 from gptoss_kernels.cuda.select_rows import ROW_BYTES
 from gptoss_kernels.cuda.select_rows import spec as select_rows_spec
 
@@ -90,6 +92,7 @@ def test_what_is_served_is_what_operators_choose() -> None:
     for columns, experts, chosen in ((2880, 128, 4), (2880, 32, 4), (320, 16, 4), (128, 8, 2)):
         routes = {RouteTile(columns, experts, chosen).spec, choice_spec(experts, chosen)}
         assert routes <= served
+    assert {sample_spec(201_088), logprobs_spec(201_088)} <= served
     assert len({str(spec) for spec in served}) == len(served)
 
 

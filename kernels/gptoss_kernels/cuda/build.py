@@ -35,6 +35,7 @@ class ModelSizes:
     intermediate: int
     num_experts: int
     experts_per_token: int
+    vocabulary: int = 201_088
 
 
 SERVED_MODELS = {
@@ -76,7 +77,7 @@ class Built:
 def served_kernels() -> tuple[KernelSpec, ...]:
     """Each once, for any number of tokens of any served model on any Hopper GPU."""
     models = SERVED_MODELS.values()
-    kinds = (_dense, _grouped, _attention, _bound_by_memory)
+    kinds = (_dense, _grouped, _attention, _bound_by_memory, _sampling)
     kernels = {spec for model in models for kind in kinds for spec in kind(model)}
     return tuple(sorted(kernels, key=str))
 
@@ -151,6 +152,13 @@ def _bound_by_memory(model: ModelSizes) -> Iterator[KernelSpec]:
         layout = choose_combine_layout(tokens, model.hidden, chosen)
         yield combine_spec(layout, chosen)
     yield from dispatch_specs(model.hidden, model.num_experts, chosen).values()
+
+
+def _sampling(model: ModelSizes) -> Iterator[KernelSpec]:
+    from gptoss_kernels.cuda import logprobs, sample
+
+    yield sample.spec(model.vocabulary)
+    yield logprobs.spec(model.vocabulary)
 
 
 def build(specs: Iterable[KernelSpec], *, jobs: int, cache: Path | None = None) -> Iterator[Built]:

@@ -6,10 +6,12 @@ from gptoss_kernels.cuda.dispatch_fp8 import dispatch_fp8
 from gptoss_kernels.cuda.grouped_linear_fp8 import grouped_linear_fp8
 from gptoss_kernels.cuda.grouped_swiglu_fp8 import grouped_swiglu_fp8
 from gptoss_kernels.cuda.linear_fp8 import linear_fp8
+from gptoss_kernels.cuda.logprobs import logprobs
 from gptoss_kernels.cuda.norm_route import norm_route
 from gptoss_kernels.cuda.quantise import quantise
 from gptoss_kernels.cuda.rms_norm_fp8 import rms_norm, rms_norm_fp8
 from gptoss_kernels.cuda.rope import rope_and_cache_write
+from gptoss_kernels.cuda.sample import sample
 from gptoss_kernels.cuda.select_rows import embedding, select_rows
 from gptoss_kernels.cuda.unpack_step import unpack_step
 
@@ -21,11 +23,13 @@ __all__ = [
     "grouped_linear_fp8",
     "grouped_swiglu_fp8",
     "linear_fp8",
+    "logprobs",
     "norm_route",
     "quantise",
     "rms_norm",
     "rms_norm_fp8",
     "rope_and_cache_write",
+    "sample",
     "select_rows",
     "unpack_step",
 ]

@@ -1,0 +1,188 @@
+// A row of logits in the shared memory of a cluster's CLUSTER blocks, each a part of it in the order
+// of ids: what drawing a token and telling log-probabilities share.
+//
+// Each block stores what the others are to know in its own shared memory, cluster_sync lets all pass
+// when all have, and each reads all. What was read behind one is stored anew behind the next one, and
+// no block ends before a last one.
+
+constexpr int CLUSTER = 8, WARPS = THREADS / 32;
+constexpr int WIDTH = 8;  // logits of a vector
+constexpr int VECTOR_BYTES = WIDTH * LOGIT_BYTES;
+
+// ---- logits in the order of their bits -------------------------------------------------------
+
+// As 0 and -0 are equal, so are their orders; NaN is above all.
+__device__ __forceinline__ uint32_t order_of(float value) {
+    const uint32_t bits = __float_as_uint(value + 0.f);
+    return value != value ? 0xFFFFFFFF : bits ^ (int(bits) < 0 ? 0xFFFFFFFF : 0x80000000);
+}
+
+__device__ __forceinline__ float value_of(uint32_t order) {
+    return __uint_as_float(order ^ (int(order) < 0 ? 0x80000000 : 0xFFFFFFFF));
+}
+
+constexpr uint32_t NONE = 0xFF800000;  // -inf: of a token that must not come
+
+__device__ __forceinline__ bool is_finite(uint32_t order) {
+    return ~NONE < order && order < NONE;  // above -inf and below inf
+}
+
+// A token by its logit, of equal ones the lower id first: larger than those of all after it, and 0
+// is no token's.
+__device__ __forceinline__ uint64_t rank_of(float value, uint32_t token) {
+    return uint64_t(order_of(value)) << 32 | ~token;
+}
+
+__device__ __forceinline__ uint32_t order_in(uint64_t rank) { return uint32_t(rank >> 32); }
+__device__ __forceinline__ uint32_t token_in(uint64_t rank) { return ~uint32_t(rank); }
+
+// ---- weights ---------------------------------------------------------------------------------
+
+constexpr double LOG2_E = 1.4426950408889634;
+constexpr int WEIGHT_BITS = 40;  // of the largest logit's weight, which is a power of two
+
+// 2^40 2^(rate (value - largest)), rounded down, rate being log2(e) / temperature. As the reference
+// does it, each operation rounded alone: so no sum of weights depends on anything.
+__device__ __forceinline__ uint64_t weight_of(float value, float largest, float rate) {
+    const float exponent = fmaxf(__fmul_rn(__fsub_rn(value, largest), rate), -48.f);
+    constexpr float WHOLE = 12582912.f;  // added to a small number: it loses its fraction
+    const float shifted = __fadd_rn(exponent, WHOLE);
+    const float x = __fsub_rn(exponent, __fsub_rn(shifted, WHOLE));
+    float power = 0.0013264727f;
+    power = __fadd_rn(__fmul_rn(power, x), 0.009671513f);
+    power = __fadd_rn(__fmul_rn(power, x), 0.055507336f);
+    power = __fadd_rn(__fmul_rn(power, x), 0.24022242f);
+    power = __fadd_rn(__fmul_rn(power, x), 0.693147f);
+    power = __fadd_rn(__fmul_rn(power, x), 3.f);  // 2 + 2^x: its last bit stands for 2^-22
+    const uint64_t mantissa = __float_as_uint(power) - __float_as_uint(2.f);
+    const int down = __float_as_int(WHOLE) - __float_as_int(shifted);
+    return mantissa << (WEIGHT_BITS - 22) >> down;
+}
+
+// ---- a block's part of a row -----------------------------------------------------------------
+
+__device__ __forceinline__ float logit(const char* row, int token) {
+#if LOGIT_BYTES == 2
+    return low_bf16(reinterpret_cast<const unsigned short*>(row)[token]);
+#else
+    return reinterpret_cast<const float*>(row)[token];
+#endif
+}
+
+struct Part {
+    uint32_t memory;  // address of its logits in shared memory
+    int first_token;  // of the row
+    int num_vectors;
+
+    __device__ __forceinline__ Part(const void* memory, uint32_t rank, int block_vectors,
+                                    int vocab_size)
+        : memory(shared_address(memory)),
+          first_token(int(rank) * block_vectors * WIDTH),
+          num_vectors(max(0, min(block_vectors, vocab_size / WIDTH - int(rank) * block_vectors))) {}
+
+    __device__ __forceinline__ int num_cells() const { return (num_vectors + 31) / 32; }
+
+    // By the threads that read them first, until a block's barrier.
+    __device__ __forceinline__ void fetch(const char* row) const {
+        const char* source = row + (long long)first_token * LOGIT_BYTES;
+        for (int v = threadIdx.x; v < num_vectors; v += THREADS)
+#pragma unroll
+            for (int i = 0; i < VECTOR_BYTES; i += 16)
+                copy_async(memory + v * VECTOR_BYTES + i, source + v * VECTOR_BYTES + i, true);
+        copy_commit();
+        copy_wait<0>();
+    }
+
+    __device__ __forceinline__ void load(int vector, float (&values)[WIDTH]) const {
+        const uint32_t address = memory + vector * VECTOR_BYTES;
+#if LOGIT_BYTES == 2
+        int words[4];
+        load_shared(address, words[0], words[1], words[2], words[3]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            values[2 * i] = low_bf16(words[i]);
+            values[2 * i + 1] = high_bf16(words[i]);
+        }
+#else
+#pragma unroll
+        for (int i = 0; i < WIDTH; i += 4) {
+            const float4 four = load_float4(address + i * LOGIT_BYTES);
+            values[i] = four.x, values[i + 1] = four.y;
+            values[i + 2] = four.z, values[i + 3] = four.w;
+        }
+#endif
+    }
+
+    __device__ __forceinline__ void forbid(unsigned char* memory, int token) const {
+        const uint32_t place = token - first_token;
+        if (place >= num_vectors * WIDTH) return;
+#if LOGIT_BYTES == 2
+        reinterpret_cast<unsigned short*>(memory)[place] = NONE >> 16;
+#else
+        reinterpret_cast<uint32_t*>(memory)[place] = NONE;
+#endif
+    }
+
+    __device__ __forceinline__ int token(int vector, int i) const {
+        return first_token + vector * WIDTH + i;
+    }
+
+    // The first of this thread's tokens with its largest logit; 0 if it has none. Any NaN's, if there
+    // is one.
+    __device__ __forceinline__ uint64_t best() const {
+        const int first = threadIdx.x;
+        if (first >= num_vectors) return 0;
+        float largest = __uint_as_float(NONE), values[WIDTH];
+        int found = first;
+        for (int v = first; v < num_vectors; v += THREADS) {
+            load(v, values);
+            float here = values[0];
+#pragma unroll
+            for (int i = 1; i < WIDTH; ++i) here = max_nan(here, values[i]);
+            if (here > largest || here != here) {
+                largest = here;
+                found = v;
+            }
+        }
+        load(found, values);
+        int place = 0;
+#pragma unroll
+        for (int i = WIDTH - 1; i >= 0; --i)
+            if (values[i] == largest) place = i;
+        return rank_of(largest, token(found, place));
+    }
+};
+
+// ---- all threads together --------------------------------------------------------------------
+
+__device__ __forceinline__ uint64_t largest_in_warp(uint64_t value) {
+#pragma unroll
+    for (int lanes = 16; lanes > 0; lanes /= 2)
+        value = max(value, __shfl_xor_sync(ALL_LANES, value, lanes));
+    return value;
+}
+
+// `room` has a place for each warp, and is the block's again when all have the result.
+__device__ __forceinline__ uint64_t largest_in_block(uint64_t value, uint64_t* room) {
+    value = largest_in_warp(value);
+    if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = value;
+    __syncthreads();
+    value = largest_in_warp(room[threadIdx.x % WARPS]);
+    __syncthreads();
+    return value;
+}
+
+// The sum of the lanes up to this one.
+__device__ __forceinline__ uint64_t sum_up_to_lane(uint64_t value) {
+#pragma unroll
+    for (int lanes = 1; lanes < 32; lanes *= 2) {
+        const uint64_t before = __shfl_up_sync(ALL_LANES, value, lanes);
+        if (threadIdx.x % 32 >= lanes) value += before;
+    }
+    return value;
+}
+
+// Of all blocks, behind cluster_sync.
+__device__ __forceinline__ uint64_t largest_in_cluster(const uint64_t* own) {
+    return largest_in_warp(load_from_cluster(own, threadIdx.x % CLUSTER));
+}
