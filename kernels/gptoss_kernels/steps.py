@@ -125,14 +125,20 @@ def unpack_step(
     """
     check(items, words, last_token_ids, full_by_seat, window_by_seat, out)
     num_seats = len(full_by_seat)
-    numbers = words.tolist()
-    for index, row in enumerate(items.tolist()):
-        item = StepItem(*row)
+    for index, fields in enumerate(items.tolist()):
+        item = StepItem(*fields)
         has_seat = 0 <= item.seat < num_seats
-        pages_at = item.words + item.num_rows
-        new_full = numbers[pages_at:][: item.num_full_pages]
-        new_window = numbers[pages_at + item.num_full_pages :][: item.num_window_pages]
-        last = item.position + item.num_rows - 1
+        sizes = (item.num_rows, item.num_full_pages, item.num_window_pages)
+        token_ids, new_full, new_window = words[item.words :][: sum(sizes)].split(sizes)
+        end = item.position + item.num_rows
+        positions = torch.arange(item.position, end, device=words.device)
+        rows = slice(item.row, item.row + item.num_rows)
+        out.input_ids[rows] = token_ids.long()
+        if has_seat:
+            out.input_ids[rows][token_ids == PENDING] = last_token_ids[item.seat]
+        out.positions[rows] = positions
+        out.query_start[index : index + 2] = torch.tensor((rows.start, rows.stop))
+        out.seq_lens[index] = end
         first_seen = max(item.position - window + 1, 0) // page_size
         for by_seat, tables, slots, column, pages, first in (
             (full_by_seat, out.full_tables, out.full_slots, item.full_column, new_full, 0),
@@ -141,23 +147,15 @@ def unpack_step(
                 *(item.window_column, new_window, first_seen),
             ),
         ):
-            seen = slice(first, last // page_size + 1)
-            rows = slice(item.row, item.row + item.num_rows)
-            if not has_seat:
+            seen = slice(first, (end - 1) // page_size + 1)
+            if has_seat:
+                kept = by_seat[item.seat]
+                kept[column : column + len(pages)] = pages
+                tables[index, seen] = kept[seen]
+                slots[rows] = kept[positions // page_size].long() * page_size
+                slots[rows] += positions % page_size
+            else:
                 tables[index, seen], slots[rows] = 0, -1
-                continue
-            kept = by_seat[item.seat]
-            kept[column : column + len(pages)] = torch.tensor(pages, dtype=torch.int32)
-            tables[index, seen] = kept[seen]
-            positions = torch.arange(item.position, last + 1, device=kept.device)
-            slots[rows] = kept[positions // page_size].long() * page_size + positions % page_size
-        for i, token_id in enumerate(numbers[item.words : pages_at]):
-            is_pending = token_id == PENDING and has_seat
-            out.input_ids[item.row + i] = last_token_ids[item.seat] if is_pending else token_id
-            out.positions[item.row + i] = item.position + i
-        out.query_start[index] = item.row
-        out.query_start[index + 1] = item.row + item.num_rows
-        out.seq_lens[index] = last + 1
 
 
 def check(
