@@ -47,7 +47,7 @@ class PagePool:
 
     def reach(self, page_table: list[int]) -> int:
         """The position before which all would have a page if the table got every free one."""
-        return (len(page_table) + self.num_free) * self.page_size
+        return (len(page_table) + len(self._free)) * self.page_size
 
     def extend(self, page_table: list[int], num_tokens: int, owner: str) -> None:
         """Append pages until the table has one for every position below `num_tokens`."""

@@ -412,3 +412,17 @@ def test_a_file_without_figures_is_a_sentence(
         modules["table"].main()
     assert str(ended.value.code).startswith("table.py: ")
     assert sentence in str(ended.value.code)
+
+
+def test_what_scheduling_costs_is_a_table_and_lines(monkeypatch, capsys) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    arguments = ["--sequences", "1", "70", "--steps", "200"]  # over page and window borders
+    monkeypatch.setattr(sys, "argv", ["bench_scheduler.py", *arguments])
+    importlib.import_module("bench_scheduler").main()
+    head, _, *rows, first, second = capsys.readouterr().out.splitlines()
+    assert head.count("|") == rows[0].count("|") == rows[1].count("|")
+    for row, line, batch in zip(rows, (first, second), (1, 70), strict=True):
+        found = json.loads(line)
+        assert (found["benchmark"], found["batch"]) == ("scheduler", batch)
+        assert row.startswith(f"| {batch} | {found['schedule_us']} | {found['update_us']} |")
+        assert 0 < found["schedule_us"] < 1e6
