@@ -5,9 +5,7 @@ knows the rest: page tables by seat, to which a step adds, and the tokens that t
 chose.
 """
 
-from __future__ import annotations
-
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,7 +58,7 @@ class StepTensors(NamedTuple):
     @classmethod
     def empty(
         cls, num_rows: int, num_sequences: int, table_width: int, device: torch.device | str
-    ) -> StepTensors:
+    ) -> "StepTensors":
         def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
@@ -75,7 +73,7 @@ class StepTensors(NamedTuple):
             window_tables=empty(num_sequences, table_width),
         )
 
-    def first(self, num_rows: int, num_sequences: int) -> StepTensors:
+    def first(self, num_rows: int, num_sequences: int) -> "StepTensors":
         """The same memory, for fewer rows and sequences."""
         return StepTensors(
             input_ids=self.input_ids[:num_rows],
@@ -87,21 +85,6 @@ class StepTensors(NamedTuple):
             full_tables=self.full_tables[:num_sequences],
             window_tables=self.window_tables[:num_sequences],
         )
-
-
-class UnpackStep(Protocol):
-    def __call__(
-        self,
-        items: Tensor,
-        words: Tensor,
-        last_token_ids: Tensor,
-        full_by_seat: Tensor,
-        window_by_seat: Tensor,
-        out: StepTensors,
-        *,
-        page_size: int,
-        window: int,
-    ) -> None: ...
 
 
 def unpack_step(

@@ -380,3 +380,16 @@ def test_a_gpus_tokens_are_nearly_those_of_the_reference(
     found, _ = answers(gpu_config, gpu_runner, ())
     firsts = [found[name][0][0] == expected[name][0][0] for name in expected]
     assert sum(firsts) >= 0.8 * len(firsts)
+
+
+@pytest.mark.gpu
+def test_pages_that_are_not_configured_are_what_is_left(
+    gpu_config: EngineConfig, gpu_runner: Runner
+) -> None:
+    """Warmed up twice: with few pages, and with those that there is room for then."""
+    config = replace(gpu_config, num_pages=0, num_window_pages=0, gpu_memory_utilization=0.5)
+    runner = load_runner(config)
+    assert runner.num_pages >= gpu_runner.num_pages
+    assert answers(config, runner)[0] == answers(gpu_config, gpu_runner)[0]
+    _, total = torch.cuda.mem_get_info()
+    assert torch.cuda.memory_reserved() < 0.5 * total
