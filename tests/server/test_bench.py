@@ -10,12 +10,16 @@ import pytest
 pytestmark = [pytest.mark.server, pytest.mark.timeout(200)]
 
 
-def bench_serve(*flags: str) -> tuple[str, list[dict[str, Any]]]:
-    """The table and the lines."""
+def run_bench(*flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "from gptoss_backend.cli import main; main()"]
-    done = subprocess.run(
+    return subprocess.run(
         [*command, "bench", "serve", *flags], capture_output=True, text=True, timeout=180
     )
+
+
+def bench_serve(*flags: str) -> tuple[str, list[dict[str, Any]]]:
+    """The table and the lines."""
+    done = run_bench(*flags)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     parsed = [json.loads(line) for line in lines if line.startswith("{")]
@@ -57,3 +61,14 @@ def test_random_token_ids_come_at_random_times() -> None:
         assert line["goodput_requests_per_s"] == 0
     # The last of six at 20 a second is due long after the first.
     assert lines[0]["requests_per_s"] < lines[1]["requests_per_s"]
+
+
+def test_a_request_that_the_server_refuses_is_a_sentence() -> None:
+    done = run_bench(
+        "--num-requests", "2", "--rates", "inf", "--input-len", "200", "--max-model-len", "100"
+    )
+    assert done.returncode == 1
+    assert done.stdout == ""
+    (sentence,) = done.stderr.splitlines()
+    assert sentence.startswith("gptoss: a request failed: ")
+    assert "at most 99 tokens" in sentence

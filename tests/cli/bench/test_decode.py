@@ -1,6 +1,7 @@
 """`gptoss bench decode` on a CPU, small: real sequences that decode together."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,20 @@ def test_traces_are_of_steady_steps(gptoss: Run, tmp_path: Path) -> None:
     assert done.code == 0, done.err
     assert "decode of 2 at 20" in done.out
     assert json.loads((tmp_path / "decode-2x20.json").read_text())["traceEvents"]
+
+
+def test_a_cell_that_preempted_has_no_time(gptoss: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Fewer pages than the sequences come to need, as if nobody had counted.
+    module = sys.modules["gptoss_backend.cli.bench.decode"]  # the package's name is the command's
+    monkeypatch.setattr(module, "misfit", lambda *_: "")
+    done = gptoss(
+        *("bench", "decode", "--batches", "1,3,4", "--contexts", "20", "--steps", "16"),
+        *("--warm-up", "1", "--num-pages", "10", "--page-size", "8", "--max-num-seqs", "4"),
+    )
+    assert done.code == 0, done.err
+    one, three, four = [json.loads(line) for line in done.out.splitlines() if line[0] == "{"]
+    assert one["ms"] > 0
+    assert three["left_out"] == four["left_out"] == "sequences were preempted"
 
 
 def test_what_does_not_fit_says_so(gptoss: Run) -> None:

@@ -26,6 +26,16 @@ def test_all_requests_are_answered_whole(gptoss: Run) -> None:
     assert p99 > p50 + 2 * figures["tpot_ms"]
 
 
+def test_an_engine_that_fails_is_a_sentence(gptoss: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr("gptoss_engine.runner.Runner.launch", fail)
+    done = gptoss("bench", "throughput", "--num-requests", "2", "--input-len", "4")
+    assert done.code == 1
+    assert done.err == "gptoss: the engine failed: RuntimeError: the device is gone\n"
+
+
 def test_a_request_that_never_fits_is_refused(gptoss: Run) -> None:
     done = gptoss("bench", "throughput", "--input-len", "60", "--max-model-len", "64")
     assert done.code == 1

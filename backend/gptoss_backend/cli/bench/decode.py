@@ -29,7 +29,6 @@ from gptoss_backend.cli.bench.floors import Work, floor_ms, floors
 from gptoss_backend.cli.bench.money import DEFAULT_GPU_PRICE, dollars_per_million
 from gptoss_backend.cli.bench.results import Report, percentile, rounded
 from gptoss_backend.cli.bench.tables import show
-from gptoss_backend.cli.errors import CommandFailed
 from gptoss_backend.cli.options import engine_config
 from gptoss_backend.cli.outputs import check_picture
 from gptoss_engine.config import EngineConfig
@@ -74,6 +73,7 @@ def decode(
                 if not reason and deadline.has_passed:
                     reason = deadline.reason
                 cell = None if reason else sequences.measure(batch)
+                reason = reason or sequences.misfit(batch)
                 _add(report, engine, batch, context, cell, reason, gpu_price)
                 if profile is not None and cell is not None:
                     _profile(sequences, report, batch, cell, profile)
@@ -114,20 +114,25 @@ class _Sequences:
         # So that the middle of a newcomer's timed steps has the context that the cell is named by.
         self._num_prompt_tokens = max(1, context - warm_up - steps // 2)
         self._lengths: dict[str, int] = {}
-        # Of the oldest: its own cell, those of all later batches, and their prompts' chunks.
+        self._has_preempted = False
+        # Of the oldest: its own cell, those of all later batches, and their prompts' chunks; and a
+        # page, which the scheduler leaves to each that runs before another one starts.
         chunk = engine.config.max_num_batched_tokens - engine.config.max_num_seqs
         prompts = max(batches) * self._num_prompt_tokens // max(1, chunk) + len(batches)
         self._longest = (
             self._num_prompt_tokens
             + len(batches) * (warm_up + steps + _PROFILED_STEPS + 2)
             + prompts
+            + engine.config.page_size
         )
 
     def misfit(self, batch: int) -> str:
+        if self._has_preempted:
+            return "sequences were preempted"
         return misfit(self.engine, batch, self._longest)
 
-    def measure(self, batch: int) -> _Cell:
-        """Let others join until `batch` decode, then time their steps."""
+    def measure(self, batch: int) -> _Cell | None:
+        """Let others join until `batch` decode, then time them. None if any was preempted."""
         preemptions = self.engine.stats().num_preemptions
         for _ in range(batch - len(self._lengths)):
             request = self._requests.make(self._num_prompt_tokens, max_tokens=self._longest)
@@ -142,8 +147,9 @@ class _Sequences:
         for _ in range(self._steps):
             self.step()
             times.append(time.perf_counter())
-        if self.engine.stats().num_preemptions > preemptions:
-            raise CommandFailed(f"{batch} sequences at {self.context} were preempted: no such time")
+        self._has_preempted = self.engine.stats().num_preemptions > preemptions
+        if self._has_preempted:
+            return None
         return _Cell([*durations(times)], (before + self._mean_context) / 2)
 
     def step(self) -> None:
