@@ -23,6 +23,7 @@ from attention_cases import (
     rounded_queries,
     without_decodes,
 )
+from sampling_cases import mixed_rows, spread_logits
 from torch import Tensor
 
 from gptoss_kernels import reference, steps
@@ -31,11 +32,12 @@ from gptoss_kernels.contracts import (
     HEAD_DIM,
     MAXIMUM_DECODE_QUERIES,
     Dispatched,
+    SamplingRows,
     empty_scale,
 )
 from gptoss_kernels.cuda import attention_decode as decode
 from gptoss_kernels.cuda import attention_prefill as prefill
-from gptoss_kernels.cuda import few_rows_fp8, grouped_fp8, rope, unpack_step
+from gptoss_kernels.cuda import few_rows_fp8, grouped_fp8, logprobs, rope, sample, unpack_step
 from gptoss_kernels.cuda import linear_fp8 as dense
 from gptoss_kernels.cuda.build import SERVED_MODELS, ModelSizes
 from gptoss_kernels.cuda.combine import choose_combine_layout, combine
@@ -681,6 +683,34 @@ def unpack_calls() -> Iterator[Call]:
     yield Call((unpack_step.spec(),), error)
 
 
+def sampling_calls() -> Iterator[Call]:
+    """Rows of every sort, with and without tokens that must not come."""
+    vocabulary = SERVED_MODELS["120b"].vocabulary
+
+    def sampled() -> float:
+        logits = spread_logits("peaked", 6, vocabulary, torch.bfloat16, seed=0)
+        rows = mixed_rows(logits, seed=0)
+        gpu_logits, *gpu_rows = on_gpu(logits, *rows)
+        found = sample.sample(gpu_logits, SamplingRows(*gpu_rows))
+        return norm_error(found, reference.sample(logits, rows))
+
+    def told() -> float:
+        logits = spread_logits("tied", 3, vocabulary, torch.bfloat16, seed=0)
+        given = logits, torch.tensor([7, 8, 9]), torch.tensor([3, -1, 20], dtype=torch.int32)
+        gpu_logits, gpu_ids, gpu_counts = on_gpu(*given)
+        found = logprobs.logprobs(gpu_logits, gpu_ids, gpu_counts)
+        expected = reference.logprobs(*given)
+        are_told = [
+            [tensor.cpu()[row, : max(count, 0)] for row, count in enumerate((3, -1, 20))]
+            for tensor in (found[1], expected[1])
+        ]
+        ids, expected_ids = (torch.cat(rows) for rows in are_told)
+        return max(norm_error(found[0][::2], expected[0][::2]), norm_error(ids, expected_ids))
+
+    yield Call((sample.spec(vocabulary),), sampled)
+    yield Call((logprobs.spec(vocabulary),), told)
+
+
 # The longest first, so that none of them is the last to start.
 OPERATORS: dict[str, Callable[[], Iterable[Call]]] = {
     "linear_fp8": partial(linear_calls, LinearTile),
@@ -702,4 +732,5 @@ OPERATORS: dict[str, Callable[[], Iterable[Call]]] = {
     "norm_route": route_calls,
     "rope_and_cache_write": rope_calls,
     "unpack_step": unpack_calls,
+    "sample": sampling_calls,
 }
