@@ -1,8 +1,9 @@
 """gpt-oss: one forward pass over a flat batch of prefill chunks and decodes.
 
 Each layer is attention with sinks, then a mixture of experts, each behind a norm and added to the
-residual stream `hidden`. A norm is asked for with the product that it feeds, and the residual is
-given to the product that is added to it, so that one kernel can do both.
+residual stream `hidden`. What stands beside each other in memory is asked for at once, so that one
+kernel can do both: a norm with the product that it feeds, a residual with the product that is added
+to it, what the experts gave with the next layer's norm.
 """
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from gptoss_engine.batch import Inputs, PageGroup
 from gptoss_engine.kv_cache import KVCache
 from gptoss_engine.model_config import ModelConfig
 from gptoss_engine.weights import LayerWeights, Weights
-from gptoss_kernels.ops import Operators
+from gptoss_kernels.ops import Mixture, Operators
 
 
 def rope_table(config: ModelConfig, num_positions: int, ops: Operators) -> Tensor:
@@ -38,11 +39,11 @@ class GptOss:
 
     def forward(self, batch: Inputs, cache: KVCache, ops: Operators) -> Tensor:
         """The residual stream after the last layer: [T, H]. Fills the cache's slots."""
-        hidden = ops.embedding(batch.input_ids, self.weights.embedding)
+        hidden, update = ops.embedding(batch.input_ids, self.weights.embedding), None
         for index, layer in enumerate(self.weights.layers):
-            hidden = self._attention(hidden, index, layer, batch, cache, ops)
-            hidden = self._mixture_of_experts(hidden, layer, ops)
-        return hidden
+            hidden = self._attention(hidden, update, index, layer, batch, cache, ops)
+            update = self._mixture_of_experts(hidden, layer, ops)
+        return hidden if update is None else ops.combine(*update, residual=hidden)
 
     def logits(self, hidden: Tensor, sample_rows: Tensor, ops: Operators) -> Tensor:
         """Of the rows whose next token is due: [T, H], [S] -> [S, V]"""
@@ -53,17 +54,25 @@ class GptOss:
     def _attention(
         self,
         hidden: Tensor,
+        update: Mixture | None,
         index: int,
         layer: LayerWeights,
         batch: Inputs,
         cache: KVCache,
         ops: Operators,
     ) -> Tensor:
+        """hidden, once the update is added to it in place, and attention."""
         is_window = self.config.is_window(index)
         group: PageGroup = batch.window if is_window else batch.full
         keys, values = cache.keys[index], cache.values[index]
-        eps = self.config.rms_norm_eps
-        qkv = ops.norm_linear(hidden, layer.attention_norm, eps, layer.qkv, layer.qkv_bias)
+        qkv = ops.norm_linear(
+            hidden,
+            layer.attention_norm,
+            self.config.rms_norm_eps,
+            layer.qkv,
+            layer.qkv_bias,
+            update=update,
+        )
         query = ops.rope_and_cache_write(
             qkv, batch.positions, self.rope_table, keys, values, group.slot_mapping
         )
@@ -81,7 +90,7 @@ class GptOss:
         )
         return ops.linear(attended, layer.out, layer.out_bias, residual=hidden)
 
-    def _mixture_of_experts(self, hidden: Tensor, layer: LayerWeights, ops: Operators) -> Tensor:
+    def _mixture_of_experts(self, hidden: Tensor, layer: LayerWeights, ops: Operators) -> Mixture:
         normed, chosen, chosen_weights = ops.norm_route(
             hidden,
             layer.mlp_norm,
@@ -100,5 +109,4 @@ class GptOss:
             layer.w2_bias,
             swiglu_alpha=self.config.swiglu_alpha,
             swiglu_limit=self.config.swiglu_limit,
-            residual=hidden,
         )

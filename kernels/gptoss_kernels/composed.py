@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gptoss_kernels import reference
+from gptoss_kernels.contracts import Mixture
 from gptoss_kernels.fp8 import Fp8Weight
 from gptoss_kernels.mxfp4 import Mxfp4Weight
 from gptoss_kernels.ops import AttentionOperators, CommonOperators, Fp8Operators
@@ -29,6 +30,7 @@ class ComposedOperators:
         common: CommonOperators = reference,
     ) -> None:
         self._fp8 = fp8
+        self.combine = fp8.combine
         self.rope_and_cache_write = attention.rope_and_cache_write
         self.attention = attention.attention
         self.embedding = common.embedding
@@ -60,11 +62,13 @@ class ComposedOperators:
         eps: float,
         weight: Tensor | Fp8Weight,
         bias: Tensor | None = None,
+        *,
+        update: Mixture | None = None,
     ) -> Tensor:
         """reference.norm_linear"""
         if not isinstance(weight, Fp8Weight):
-            return reference.linear(self.rms_norm(hidden, norm_weight, eps), weight, bias)
-        normed = self._fp8.rms_norm_fp8(hidden, norm_weight, eps)
+            return reference.linear(self.rms_norm(hidden, norm_weight, eps, update), weight, bias)
+        normed = self._fp8.rms_norm_fp8(hidden, norm_weight, eps, update)
         return self._fp8.linear_fp8(*normed, weight.values, weight.scale, bias)
 
     def experts(
@@ -79,18 +83,19 @@ class ComposedOperators:
         *,
         swiglu_alpha: float,
         swiglu_limit: float,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        """reference.experts, without a word to the host: how rows lie stays on the device"""
+    ) -> Mixture:
+        """reference.experts, without a word to the host: how rows lie stays on the device
+
+        Beyond MAXIMUM_TOKENS in pieces, whose sums are rounded before they are added to anything.
+        """
         if not (isinstance(w13, Fp8Weight) and isinstance(w2, Fp8Weight)):
             return reference.experts(
                 *(x, chosen, chosen_weights, w13, w13_bias, w2, w2_bias),
                 swiglu_alpha=swiglu_alpha,
                 swiglu_limit=swiglu_limit,
-                residual=residual,
             )
 
-        def part(x: Tensor, chosen: Tensor, weights: Tensor, residual: Tensor | None) -> Tensor:
+        def mixture(x: Tensor, chosen: Tensor, weights: Tensor) -> Mixture:
             values, scale, expert_start, rows = self._fp8.dispatch_fp8(x, chosen, w13.shape[0])
             inner = self._fp8.grouped_swiglu_fp8(
                 *(values, scale, expert_start, w13.values, w13.scale, w13_bias),
@@ -98,11 +103,11 @@ class ComposedOperators:
                 limit=swiglu_limit,
             )
             second = (expert_start, w2.values, w2.scale, w2_bias)
-            outputs = self._fp8.grouped_linear_fp8(*inner, *second)
-            return self._fp8.combine(outputs, rows, weights, residual=residual)
+            return Mixture(self._fp8.grouped_linear_fp8(*inner, *second), rows, weights)
 
         if len(x) <= MAXIMUM_TOKENS:
-            return part(x, chosen, chosen_weights, residual)
-        pieces = [each.split(MAXIMUM_TOKENS) for each in (x, chosen, chosen_weights)]
-        residuals = [None] * len(pieces[0]) if residual is None else residual.split(MAXIMUM_TOKENS)
-        return torch.cat([part(*each) for each in zip(*pieces, residuals, strict=True)])
+            return mixture(x, chosen, chosen_weights)
+        pieces = zip(*(t.split(MAXIMUM_TOKENS) for t in (x, chosen, chosen_weights)), strict=True)
+        sums = torch.cat([self.combine(*mixture(*piece)) for piece in pieces])
+        rows = torch.arange(len(x), dtype=torch.int32, device=x.device)
+        return Mixture(sums, rows[:, None], torch.ones_like(chosen_weights[:, :1]).contiguous())

@@ -28,6 +28,7 @@ MAXIMUM_DECODE_QUERIES = 8  # of one sequence; with more it is a prefill
 LEAST_TEMPERATURE = 1e-5  # below it logits / temperature overflows, and the largest wins anyway
 MAXIMUM_TOP = 20  # tokens whose log-probabilities are told beside the chosen one's
 LOGITS_DTYPES = (torch.bfloat16, torch.float32)
+MAXIMUM_VOCABULARY = 261_632  # kernels add up the weights of 1/64 of it, of 21 bits, with 32
 
 
 class LibraryError(RuntimeError):
@@ -83,6 +84,18 @@ class SamplingRows(NamedTuple):
     masked_start: Tensor
     masked_ids: Tensor
     num_top: Tensor
+
+
+class Mixture(NamedTuple):
+    """What each token's experts gave: sum_k weights[t, k] * outputs[rows[t, k]], not yet added up.
+
+    outputs [R, H]; rows int32 [T, K]; weights [T, K] in outputs' dtype. Summed in fp32 in the order
+    of k, then added to what it is an update of, and rounded once.
+    """
+
+    outputs: Tensor
+    rows: Tensor
+    weights: Tensor
 
 
 def empty_scale(rows: int, columns: int, device: torch.device | str, group: int = BLOCK) -> Tensor:
@@ -296,14 +309,19 @@ def check_quantised(
     check_output("scale", scale, torch.float32, (shape[0], -(-shape[1] // group)), x)
 
 
-def check_rms_norm_inputs(hidden: Tensor, weight: Tensor, update: Tensor | None) -> None:
-    """Of rms_norm_fp8."""
+def check_rms_norm_inputs(hidden: Tensor, weight: Tensor, update: Tensor | Mixture | None) -> None:
+    """Of rms_norm and rms_norm_fp8."""
     check_row_matrix("hidden", hidden, hidden)
     check_type("weight", weight, torch.float32, hidden, "hidden")
     check_shape("weight", weight, (hidden.shape[1],))
     check_contiguous("weight", weight)
     check_start("weight", weight)
-    if update is not None:
+    if isinstance(update, Mixture):
+        check_combine_inputs(*update)
+        check_type("outputs", update.outputs, torch.bfloat16, hidden, "hidden")
+        check_shape("outputs", update.outputs, (len(update.outputs), hidden.shape[1]))
+        check_shape("rows", update.rows, (len(hidden), update.rows.shape[1]))
+    elif update is not None:
         check_shape("update", update, tuple(hidden.shape))
         check_row_matrix("update", update, hidden, "hidden")
 
@@ -569,6 +587,8 @@ def check_logits(logits: Tensor) -> None:
         raise ValueError(f"logits must be {names}, got {logits.dtype}")
     if logits.dim() != 2 or logits.shape[1] % 8 or not logits.shape[1]:
         raise ValueError(f"logits must be [S, V], V a multiple of 8, got {list(logits.shape)}")
+    if logits.shape[1] > MAXIMUM_VOCABULARY:
+        raise ValueError(f"V must be at most {MAXIMUM_VOCABULARY}, got {logits.shape[1]}")
     check_rows("logits", logits)
 
 

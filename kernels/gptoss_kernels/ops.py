@@ -18,6 +18,7 @@ from gptoss_kernels.contracts import (
     Decodes,
     Dispatched,
     LibraryError,
+    Mixture,
     SamplingRows,
 )
 from gptoss_kernels.fp8 import BLOCK, SWIGLU_GROUP, Fp8Weight
@@ -60,11 +61,12 @@ __all__ = [
     "Fp8Weight",
     "Gemm",
     "LibraryError",
+    "Mixture",
     "Mxfp4Weight",
     "Operators",
+    "SamplingRows",
     "StepItem",
     "StepTensors",
-    "SamplingRows",
     "load",
     "load_attention",
     "load_common",
@@ -126,7 +128,7 @@ class CommonOperators(Protocol):
     def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor: ...
 
     def rms_norm(
-        self, hidden: Tensor, weight: Tensor, eps: float, update: Tensor | None = None
+        self, hidden: Tensor, weight: Tensor, eps: float, update: Tensor | Mixture | None = None
     ) -> Tensor: ...
 
     def norm_route(
@@ -180,6 +182,8 @@ class Operators(CommonOperators, AttentionOperators, Protocol):
         eps: float,
         weight: Tensor | Fp8Weight,
         bias: Tensor | None = None,
+        *,
+        update: Mixture | None = None,
     ) -> Tensor: ...
 
     def rope_table(
@@ -206,6 +210,14 @@ class Operators(CommonOperators, AttentionOperators, Protocol):
         *,
         swiglu_alpha: float,
         swiglu_limit: float,
+    ) -> Mixture: ...
+
+    def combine(
+        self,
+        outputs: Tensor,
+        rows: Tensor,
+        chosen_weights: Tensor,
+        *,
         residual: Tensor | None = None,
     ) -> Tensor: ...
 
@@ -231,7 +243,7 @@ class Fp8Operators(Protocol):
     def quantise(self, x: Tensor, group: int = BLOCK) -> tuple[Tensor, Tensor]: ...
 
     def rms_norm_fp8(
-        self, hidden: Tensor, weight: Tensor, eps: float, update: Tensor | None = None
+        self, hidden: Tensor, weight: Tensor, eps: float, update: Tensor | Mixture | None = None
     ) -> tuple[Tensor, Tensor]: ...
 
     def linear_fp8(
@@ -317,7 +329,8 @@ def load_common(name: Literal["cuda", "reference"]) -> CommonOperators:
 def load(gemm: Gemm = "reference", attention: Attention = "reference") -> Operators:
     """The operators of the model: products of FP8 weights and what feeds them by `gemm`.
 
-    All others are ours for Hopper where either is, and else the reference's. LibraryError, in words, if a library that they need is not there.
+    All others are ours for Hopper where either is, and else the reference's. LibraryError, in
+    words, if a library that they need is not there.
     """
     if gemm == attention == "reference":
         return reference

@@ -25,6 +25,7 @@ from gptoss_kernels.contracts import (
     NO_DECODES,
     Decodes,
     Dispatched,
+    Mixture,
     SamplingRows,
     check_decodes,
 )
@@ -55,15 +56,21 @@ def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
     return select_rows(weight, token_ids)
 
 
-def rms_norm(hidden: Tensor, weight: Tensor, eps: float, update: Tensor | None = None) -> Tensor:
+def rms_norm(
+    hidden: Tensor, weight: Tensor, eps: float, update: Tensor | Mixture | None = None
+) -> Tensor:
     """hidden <- hidden + update, in place;  out = hidden * rsqrt(mean(hidden^2) + eps) * weight
 
-    hidden, update, out [T, H]; weight [H] fp32. Without an update, hidden stays as it is.
+    hidden, update, out [T, H]; weight [H] fp32. Without an update, hidden stays as it is; a mixture
+    is added as combine adds it to a residual.
     """
     assert hidden.ndim == 2
     assert weight.shape == hidden.shape[1:]
-    assert update is None or (update.shape == hidden.shape and update.dtype == hidden.dtype)
-    if update is not None:
+    if isinstance(update, Mixture):
+        hidden.copy_(combine(*update, residual=hidden))
+    elif update is not None:
+        assert update.shape == hidden.shape
+        assert update.dtype == hidden.dtype
         hidden += update
     # The rounded sum is normalised, not the exact one: the next layer adds to what was stored.
     x = hidden.float()
@@ -99,9 +106,11 @@ def norm_linear(
     eps: float,
     weight: Tensor | Fp8Weight,
     bias: Tensor | None = None,
+    *,
+    update: Mixture | None = None,
 ) -> Tensor:
-    """linear(rms_norm(hidden, norm_weight, eps), weight, bias)"""
-    return linear(rms_norm(hidden, norm_weight, eps), weight, bias)
+    """linear(rms_norm(hidden, norm_weight, eps, update), weight, bias), hidden updated in place"""
+    return linear(rms_norm(hidden, norm_weight, eps, update), weight, bias)
 
 
 def quantise(x: Tensor, group: int = BLOCK) -> tuple[Tensor, Tensor]:
@@ -124,7 +133,7 @@ def quantise(x: Tensor, group: int = BLOCK) -> tuple[Tensor, Tensor]:
 
 
 def rms_norm_fp8(
-    hidden: Tensor, weight: Tensor, eps: float, update: Tensor | None = None
+    hidden: Tensor, weight: Tensor, eps: float, update: Tensor | Mixture | None = None
 ) -> tuple[Tensor, Tensor]:
     """quantise(rms_norm(hidden, weight, eps, update)), hidden updated in place as there
 
@@ -569,13 +578,12 @@ def experts(
     *,
     swiglu_alpha: float,
     swiglu_limit: float,
-    residual: Tensor | None = None,
-) -> Tensor:
-    """sum_k weight_k * (w2 swiglu(w13 x + w13_bias) + w2_bias) + residual, over a token's experts
+) -> Mixture:
+    """sum_k weight_k * (w2 swiglu(w13 x + w13_bias) + w2_bias) of a token's experts, not yet added
 
     x [T, H]; chosen, chosen_weights [T, K]; w13 [E, 2 I, H], gate and up rows interleaved;
-    w2 [E, H, I]; residual [T, H] -> [T, H], summed in fp32. Tokens are grouped by expert: each
-    expert hit is read once. An expert of -1 makes its token NaN.
+    w2 [E, H, I] -> a mixture for [T, H]. Tokens are grouped by expert: each expert hit is read
+    once. An expert of -1 makes its token NaN.
     """
     num_tokens, num_chosen = chosen.shape
     num_experts, hidden_size, _ = w2.shape
@@ -594,9 +602,8 @@ def experts(
                 *(w13[expert], w13_bias[expert], w2[expert], w2_bias[expert]),
                 *(swiglu_alpha, swiglu_limit),
             )
-    outputs = outputs.view(num_tokens, num_chosen, hidden_size).float()
-    total = (outputs * chosen_weights.float()[:, :, None]).sum(1)
-    return (total if residual is None else total + residual).to(x.dtype)
+    rows = torch.arange(len(outputs), dtype=torch.int32, device=x.device)
+    return Mixture(outputs, rows.view(num_tokens, num_chosen), chosen_weights)
 
 
 def _expert(

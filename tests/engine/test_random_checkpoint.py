@@ -196,9 +196,10 @@ class Measured:
         self.ops.attention, self.ops.experts = self.attention, self.experts
         self._reference = reference
 
-    def norm_linear(self, hidden: Tensor, *arguments: Any) -> Tensor:
+    def norm_linear(self, hidden: Tensor, *arguments: Any, update: Any = None) -> Tensor:
+        product = self._reference.norm_linear(hidden, *arguments, update=update)
         self.sizes.append(hidden.square().mean().sqrt().item())
-        return self._reference.norm_linear(hidden, *arguments)
+        return product
 
     def norm_route(self, hidden: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         self.sizes.append(hidden.square().mean().sqrt().item())
@@ -225,7 +226,7 @@ class Measured:
         bias: Tensor,
         *rest: Any,
         **named: Any,
-    ) -> Tensor:
+    ) -> Any:
         first = chosen[:, 0] == 0
         self.swiglu_inputs.append(self._reference.linear(x[first], w13[0], bias[0]))
         return self._reference.experts(x, chosen, weights, w13, bias, *rest, **named)

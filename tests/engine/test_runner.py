@@ -37,6 +37,7 @@ from gptoss_kernels.ops import (
     AttentionOperators,
     Fp8Weight,
     Gemm,
+    Mixture,
     Mxfp4Weight,
     Operators,
     load,
@@ -552,13 +553,23 @@ class Beside:
         if name not in self.errors:
             return expected
 
-        def both(*arguments: Any, residual: Tensor | None = None, **options: Any) -> Tensor:
+        def both(
+            *arguments: Any,
+            residual: Tensor | None = None,
+            update: Mixture | None = None,
+            **options: Any,
+        ) -> Tensor | Mixture:
+            if update is not None:
+                arguments[0].copy_(self._reference.combine(*update, residual=arguments[0]))
             right = expected(*arguments, **options)
             found = getattr(self._kernels, name)(*arguments, **options)
-            self.errors[name].append(norm_error(found, right))
+            self.errors[name].append(norm_error(self._added(found), self._added(right)))
             return right if residual is None else right + residual
 
         return both
+
+    def _added(self, found: Tensor | Mixture) -> Tensor:
+        return self._reference.combine(*found) if isinstance(found, Mixture) else found
 
 
 class OtherExpertsBias:
@@ -570,7 +581,7 @@ class OtherExpertsBias:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kernels, name)
 
-    def experts(self, *arguments: Any, **options: Any) -> Tensor:
+    def experts(self, *arguments: Any, **options: Any) -> Mixture:
         *others, bias = arguments
         return self._kernels.experts(*others, bias.roll(1, 0), **options)
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -371,7 +372,8 @@ def test_partial_outputs_add_up_to_the_whole(tp: int, ep: int, mode: WeightMode)
 
 def experts(x: Tensor, chosen: Tensor, shares: Tensor, layer: LayerWeights) -> Tensor:
     w13, w2 = (layer.w13, layer.w13_bias), (layer.w2, layer.w2_bias)
-    return OPS.experts(x, chosen, shares, *w13, *w2, swiglu_alpha=1.702, swiglu_limit=7.0)
+    options: Any = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+    return OPS.combine(*OPS.experts(x, chosen, shares, *w13, *w2, **options))
 
 
 def sum_of(tensors: list[Tensor]) -> Tensor:

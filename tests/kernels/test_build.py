@@ -81,7 +81,8 @@ def test_what_is_served_is_what_operators_choose() -> None:
             assert choose_grouped_tile(m * 4, experts, **swiglu).spec in served
         layout = choose_layout(m, 2880)
         assert quantise_spec(layout, 128) in served
-        assert {rms_norm_spec(layout, is_fp8=True), rms_norm_spec(layout, is_fp8=False)} <= served
+        for is_fp8, chosen in product((True, False), (0, 1, 4)):
+            assert rms_norm_spec(layout, is_fp8=is_fp8, num_chosen=chosen) in served
         assert combine_spec(choose_combine_layout(m, 2880, 4), 4) in served
         assert {select_rows_spec(layout, row_type) for row_type in ROW_BYTES} <= served
     for k, group in product((2880, 320, 128), (64, 128)):

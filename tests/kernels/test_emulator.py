@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gptoss_kernels import reference
-from gptoss_kernels.contracts import empty_scale
+from gptoss_kernels.contracts import Mixture, empty_scale
 from gptoss_kernels.cuda import compiler, runtime
 from gptoss_kernels.cuda.attention import attention
 from gptoss_kernels.cuda.combine import combine
@@ -130,6 +130,23 @@ def test_quantise(seed: int) -> None:
 @SEEDS
 def test_rms_norm(seed: int) -> None:
     assert rms_norm_error(seed) < BOUND
+
+
+@SEEDS
+@pytest.mark.parametrize("layout", [RowLayout(1, 5, 2), RowLayout(2, 3, 1)], ids=str)
+def test_norm_of_what_experts_gave(seed: int, layout: RowLayout) -> None:
+    mixture = Mixture(
+        normal(20, 1088).bfloat16(),
+        torch.randperm(20, generator=torch.Generator().manual_seed(seed)).int().view(5, 4),
+        normal(5, 4).bfloat16(),
+    )
+    hidden, weight = normal(5, 1088).bfloat16(), normal(1088).exp()
+    expected_hidden = hidden.clone()
+    expected = reference.rms_norm_fp8(expected_hidden, weight, 1e-5, mixture)
+    with emulated(seed, late=(*mixture, hidden)):
+        out = rms_norm_fp8(hidden, weight, 1e-5, mixture, layout=layout)
+    assert torch.equal(hidden, expected_hidden)
+    assert norm_error(dequantised(*out), dequantised(*expected)) < BOUND
 
 
 @SEEDS

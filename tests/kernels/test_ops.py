@@ -86,12 +86,21 @@ def test_composed_operators_compute_what_the_reference_does(num_tokens: int):
     )
     options: Any = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
     for added in (torch.randn_like(x), None):
-        expected = reference.experts(*arguments, **options, residual=added)
-        assert torch.equal(composed.experts(*arguments, **options, residual=added), expected)
+        expected = reference.combine(*reference.experts(*arguments, **options), residual=added)
+        found = composed.combine(*composed.experts(*arguments, **options), residual=added)
+        assert torch.equal(found, expected)
+    # With the norm behind it.
+    update = composed.experts(*arguments, **options)
+    assert torch.equal(
+        composed.norm_linear(hidden_states := x.clone(), norm_weight, 1e-5, weight, update=update),
+        reference.norm_linear(combined := x.clone(), norm_weight, 1e-5, weight, update=update),
+    )
+    assert torch.equal(hidden_states, combined)
     # Another expert's bias is no rounding.
     arguments[6].copy_(arguments[6].roll(1, 0))
     if num_tokens:
-        assert not torch.allclose(composed.experts(*arguments, **options), expected)
+        found = composed.combine(*composed.experts(*arguments, **options))
+        assert not torch.allclose(found, expected)
 
 
 @pytest.mark.parametrize("has_residual", [False, True])
@@ -109,8 +118,9 @@ def test_many_tokens_go_to_their_experts_in_pieces(
     )
     options: Any = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
     added = residual if has_residual else None
-    expected = composed.experts(*arguments, **options, residual=added)
+    expected = composed.combine(*composed.experts(*arguments, **options))
+    expected = expected if added is None else expected + added
     monkeypatch.setattr(composed_module, "MAXIMUM_TOKENS", 16)
-    found = composed.experts(*arguments, **options, residual=added)
+    found = composed.combine(*composed.experts(*arguments, **options), residual=added)
     assert found.isnan().any(1).nonzero().flatten().tolist() == [17]
     assert torch.equal(found.nan_to_num(), expected.nan_to_num())

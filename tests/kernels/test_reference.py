@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gptoss_kernels import reference
+from gptoss_kernels import ops, reference
 from gptoss_kernels.fp8 import E4M3, quantise_weight
 from gptoss_kernels.testing import rel_error
 
@@ -66,6 +66,21 @@ def test_rms_norm(dtype: torch.dtype, num_tokens: int):
     if num_tokens:
         for wrong in (formula(total, eps=0.0), formula(hidden), formula(total) / weight):
             assert rel_error(wrong, formula(total)) > 3 * BOUNDS[dtype]
+
+
+@DTYPES
+def test_rms_norm_adds_what_experts_gave_as_combine_does(dtype: torch.dtype):
+    mixture = Mixture(ROUTINGS["uneven"], dtype)
+    hidden, weight = random(4, 32, seed=7, dtype=dtype), random(32, seed=8)
+    update = mixture.mixture()
+    total = reference.combine(*update, residual=hidden)
+    stored = hidden.clone()
+    out = reference.rms_norm(stored, weight, 1e-5, update)
+    assert torch.equal(stored, total)
+    assert torch.equal(out, reference.rms_norm(total, weight, 1e-5))
+    product = reference.norm_linear(hidden, weight, 1e-5, random(7, 32, dtype=dtype), update=update)
+    assert torch.equal(hidden, total)
+    assert torch.equal(product, reference.linear(out, random(7, 32, dtype=dtype)))
 
 
 @DTYPES
@@ -474,6 +489,9 @@ class Mixture:
         self.w2_bias = random(5, 32, seed=5, dtype=dtype)
 
     def operator(self, residual: Tensor | None = None) -> Tensor:
+        return reference.combine(*self.mixture(), residual=residual)
+
+    def mixture(self) -> ops.Mixture:
         return reference.experts(
             self.x,
             self.chosen,
@@ -484,7 +502,6 @@ class Mixture:
             self.w2_bias,
             swiglu_alpha=1.702,
             swiglu_limit=7.0,
-            residual=residual,
         )
 
     def formula(

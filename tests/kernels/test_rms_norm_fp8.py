@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from gptoss_kernels import reference
-from gptoss_kernels.contracts import empty_scale
+from gptoss_kernels.contracts import Mixture, empty_scale
+from gptoss_kernels.cuda.combine import combine
 from gptoss_kernels.cuda.rms_norm_fp8 import rms_norm, rms_norm_fp8
 from gptoss_kernels.cuda.rows import RowLayout
 
@@ -85,6 +86,53 @@ def test_norm_of_the_updated_residual(rows: int, columns: int, has_update: bool)
     quantised = rms_norm_fp8(fp8_hidden, weight, EPS, given, out=poisoned_fp8(rows, columns))
     assert torch.equal(fp8_hidden, residual)
     assert same_fp8(quantised, reference.quantise(out))
+
+
+def random_mixture(tokens: int, columns: int, num_chosen: int) -> Mixture:
+    generator = torch.Generator(device="cuda").manual_seed(tokens + num_chosen)
+    outputs = torch.empty(tokens * num_chosen, columns, device="cuda", dtype=torch.bfloat16)
+    outputs.normal_(generator=generator)
+    rows = torch.randperm(len(outputs), device="cuda", generator=generator).int()
+    weights = torch.rand(tokens, num_chosen, device="cuda", generator=generator).bfloat16()
+    return Mixture(outputs, rows.view(tokens, num_chosen), weights)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_chosen", [1, 2, 4, 8])
+@pytest.mark.parametrize("columns", [16, 320, 2880, 8192])
+@pytest.mark.parametrize("rows", [1, 3, 127, 300, 2051])
+def test_norm_of_what_experts_gave(rows: int, columns: int, num_chosen: int) -> None:
+    hidden, weight, _ = random_inputs(rows, columns, seed=rows)
+    mixture = random_mixture(rows, columns, num_chosen)
+    total = combine(*mixture, residual=hidden)
+    assert torch.equal(
+        total.cpu(),
+        reference.combine(*(x.cpu() for x in mixture), residual=hidden.cpu()),
+    )
+    expected = rms_norm(total, weight, EPS)
+    fp8_hidden = hidden.clone()
+    out = rms_norm(hidden, weight, EPS, mixture, out=poisoned(rows, columns))
+    assert torch.equal(hidden, total)
+    assert torch.equal(out, expected)
+    quantised = rms_norm_fp8(fp8_hidden, weight, EPS, mixture, out=poisoned_fp8(rows, columns))
+    assert torch.equal(fp8_hidden, total)
+    assert same_fp8(quantised, reference.quantise(expected))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [3, 2000])
+def test_a_row_of_a_mixture_that_is_none_makes_its_token_nan(rows: int) -> None:
+    hidden, weight, _ = random_inputs(rows, 2880)
+    mixture = random_mixture(rows, 2880, 4)
+    expected_hidden = hidden.clone()
+    expected = rms_norm(expected_hidden, weight, EPS, mixture)
+    mixture.rows[1, 2] = len(mixture.outputs)
+    out = rms_norm(hidden, weight, EPS, mixture, out=poisoned(rows, 2880))
+    others = torch.arange(rows, device="cuda") != 1
+    assert torch.equal(out[others], expected[others])
+    assert torch.equal(hidden[others], expected_hidden[others])
+    assert bool(out[1].isnan().all())
+    assert bool(hidden[1].isnan().all())
 
 
 @pytest.mark.gpu
@@ -211,6 +259,11 @@ def test_no_tokens() -> None:
     assert (values.shape, scale.shape) == ((0, 320), (0, 3))
 
 
+def mixture(tokens: int, num_chosen: int = 4) -> Mixture:
+    rows = torch.zeros(tokens, num_chosen, dtype=torch.int32)
+    return Mixture(torch.zeros(16, 320).bfloat16(), rows, torch.zeros_like(rows).bfloat16())
+
+
 @pytest.mark.parametrize("operator", [rms_norm, rms_norm_fp8])
 @pytest.mark.parametrize(
     ("position", "change", "sentence"),
@@ -225,6 +278,14 @@ def test_no_tokens() -> None:
         (1, lambda weight: weight.repeat(2)[1:321], "weight must start at a multiple of 16 bytes"),
         (2, lambda update: update.float(), "update must be torch.bfloat16, got torch.float32"),
         (2, lambda update: update[:3], r"update must be \[4, 320\], got \[3, 320\]"),
+        (
+            2,
+            lambda update: mixture(4)._replace(rows=mixture(4).rows.long()),
+            "rows must be torch.i",
+        ),
+        (2, lambda update: mixture(3), r"rows must be \[4, 4\], got \[3, 4\]"),
+        (2, lambda update: mixture(4)._replace(weights=update), "chosen_weights must be"),
+        (2, lambda update: mixture(4, 9), "K must be at most 8, got 9"),
         (0, lambda hidden: hidden, "hidden must be on a GPU, got cpu"),
     ],
 )

@@ -23,7 +23,7 @@ from gptoss_engine.model import GptOss, rope_table
 from gptoss_engine.model_config import InvalidCheckpoint, ModelConfig
 from gptoss_engine.progress import tracked
 from gptoss_engine.weights import Weights
-from gptoss_kernels.ops import Fp8Weight, Operators
+from gptoss_kernels.ops import Fp8Weight, Mixture, Operators
 
 MAX_RECORD_GIGABYTES = 16.0
 
@@ -52,8 +52,13 @@ class Probe(ABC):
             self._see_update(hidden)
         return hidden
 
-    def experts(self, *arguments: Any, **options: Any) -> Tensor:
-        hidden = self._ops.experts(*arguments, **options)
+    def norm_linear(self, hidden: Tensor, *rest: Any, update: Mixture | None = None) -> Tensor:
+        if update is not None:
+            hidden.copy_(self.combine(*update, residual=hidden))
+        return self._ops.norm_linear(hidden, *rest)
+
+    def combine(self, *arguments: Any, **options: Any) -> Tensor:
+        hidden = self._ops.combine(*arguments, **options)
         self._see_update(hidden)
         return hidden
 

@@ -137,8 +137,10 @@ def _bound_by_memory(model: ModelSizes) -> Iterator[KernelSpec]:
     from gptoss_kernels.fp8 import BLOCK
 
     chosen = model.experts_per_token
+    # One of a token: the sums of pieces of a very long step.
     for layout in {choose_layout(tokens, model.hidden) for tokens in _NUM_TOKENS}:
-        yield from (rms_norm_spec(layout, is_fp8=is_fp8) for is_fp8 in (True, False))
+        for is_fp8, num_chosen in product((True, False), (0, 1, chosen)):
+            yield rms_norm_spec(layout, is_fp8=is_fp8, num_chosen=num_chosen)
         yield from (select_rows_spec(layout, row_type) for row_type in ROW_BYTES)
     yield RouteTile(model.hidden, model.num_experts, chosen).spec
     yield choice_spec(model.num_experts, chosen)
@@ -149,8 +151,9 @@ def _bound_by_memory(model: ModelSizes) -> Iterator[KernelSpec]:
         for layout in {choose_layout(tokens, columns) for tokens in _NUM_TOKENS}:
             yield quantise_spec(layout, group)
     for tokens in _NUM_TOKENS:
-        layout = choose_combine_layout(tokens, model.hidden, chosen)
-        yield combine_spec(layout, chosen)
+        for num_chosen in (1, chosen):
+            layout = choose_combine_layout(tokens, model.hidden, num_chosen)
+            yield combine_spec(layout, num_chosen)
     yield from dispatch_specs(model.hidden, model.num_experts, chosen).values()
 
 

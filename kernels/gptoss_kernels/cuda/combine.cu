@@ -2,13 +2,11 @@
 // order.
 
 struct Arguments {
-    const bf16* outputs;
-    const int* rows;
-    const bf16* chosen_weights;
+    Mixture mixture;
     const bf16* residual;  // or none
     bf16* out;
-    int num_tokens, num_rows, columns;
-    long long outputs_stride, residual_stride, out_stride;
+    int num_tokens, columns;
+    long long residual_stride, out_stride;
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -20,37 +18,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     allow_next_kernel();
     if (token >= arguments.num_tokens) return;
 
-    Row rows[CHOSEN], residual;
-    if (arguments.residual)
-        residual.load(arguments.residual + token * arguments.residual_stride, columns, place);
-    float weights[CHOSEN];
-#pragma unroll
-    for (int k = 0; k < CHOSEN; ++k) {
-        const int row = arguments.rows[token * CHOSEN + k];
-        const bool is_row = 0 <= row && row < arguments.num_rows;
-        weights[k] =
-            is_row ? low_bf16(arguments.chosen_weights[token * CHOSEN + k]) : __int_as_float(-1);
-        rows[k].load(arguments.outputs + (is_row ? row : 0) * arguments.outputs_stride,
-                     columns, place);
-    }
     Row sums;
-#pragma unroll
-    for (int v = 0; v < VECTORS; ++v) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            float low = 0, high = 0;
-#pragma unroll
-            for (int k = 0; k < CHOSEN; ++k) {
-                // Not fused: as the reference rounds products that are too small for a normal fp32.
-                low = __fadd_rn(low, __fmul_rn(low_bf16(rows[k].words[v][i]), weights[k]));
-                high = __fadd_rn(high, __fmul_rn(high_bf16(rows[k].words[v][i]), weights[k]));
-            }
-            if (arguments.residual) {
-                low = __fadd_rn(low, low_bf16(residual.words[v][i]));
-                high = __fadd_rn(high, high_bf16(residual.words[v][i]));
-            }
-            sums.words[v][i] = pack_bf16(low, high);
-        }
+    if (arguments.residual) {
+        Row residual;
+        residual.load(arguments.residual + token * arguments.residual_stride, columns, place);
+        mix(sums, arguments.mixture, token, columns, place, &residual);
+    } else {
+        mix(sums, arguments.mixture, token, columns, place, nullptr);
     }
     sums.store(arguments.out + token * arguments.out_stride, columns, place);
 }

@@ -60,17 +60,27 @@ def spec(layout: RowLayout, num_chosen: int) -> runtime.KernelSpec:
     return row_spec("combine", layout, CHOSEN=num_chosen)
 
 
+class MixtureArguments(ctypes.Structure):
+    """As mixture.cuh has it."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("outputs", "rows", "chosen_weights")),
+        ("num_rows", ctypes.c_int),
+        ("stride", ctypes.c_longlong),
+    )
+
+    @classmethod
+    def of(cls, outputs: Tensor, rows: Tensor, chosen_weights: Tensor) -> MixtureArguments:
+        pointers = (tensor.data_ptr() for tensor in (outputs, rows, chosen_weights))
+        return cls(*pointers, len(outputs), outputs.stride(0))
+
+
 class _Arguments(ctypes.Structure):
     _fields_ = (
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("outputs", "rows", "chosen_weights", "residual", "out")
-        ),
-        *((name, ctypes.c_int) for name in ("num_tokens", "num_rows", "columns")),
-        *(
-            (name, ctypes.c_longlong)
-            for name in ("outputs_stride", "residual_stride", "out_stride")
-        ),
+        ("mixture", MixtureArguments),
+        *((name, ctypes.c_void_p) for name in ("residual", "out")),
+        *((name, ctypes.c_int) for name in ("num_tokens", "columns")),
+        *((name, ctypes.c_longlong) for name in ("residual_stride", "out_stride")),
     )
 
 
@@ -102,7 +112,7 @@ def _prepare(
     out: Tensor,
 ) -> runtime.Launch:
     _check(outputs, rows, chosen_weights, residual, out)
-    (num_tokens, num_chosen), (num_rows, columns) = rows.shape, outputs.shape
+    (num_tokens, num_chosen), columns = rows.shape, outputs.shape[1]
     layout = layout or choose_combine_layout(num_tokens, columns, num_chosen)
     check_layout(layout, columns)
     return runtime.Launch(
@@ -111,11 +121,9 @@ def _prepare(
         threads=layout.threads,
         arguments=(
             _Arguments(
-                *(outputs.data_ptr(), rows.data_ptr(), chosen_weights.data_ptr()),
+                MixtureArguments.of(outputs, rows, chosen_weights),
                 residual.data_ptr() if residual is not None else None,
-                out.data_ptr(),
-                *(num_tokens, num_rows, columns),
-                outputs.stride(0),
+                *(out.data_ptr(), num_tokens, columns),
                 residual.stride(0) if residual is not None else 0,
                 out.stride(0),
             ),

@@ -1,17 +1,23 @@
 // hidden <- hidden + update;  out = hidden * rsqrt(mean(hidden^2) + eps) * weight, in bf16, or
-// quantised from there by groups of 128 columns (FP8).
+// quantised from there by groups of 128 columns (FP8). The update is a row for each, or what CHOSEN
+// experts gave.
 
 constexpr int CHUNKS = WARPS * VECTORS;  // of 256 values, as many as cover a row
 
 struct Arguments {
     bf16* hidden;
+#if CHOSEN
+    Mixture update;
+#else
     const bf16* update;  // or none
+    long long update_stride;
+#endif
     const float* weight;
     bf16* out;
     byte* values;
     float* scale;
     int rows, columns;
-    long long hidden_stride, update_stride, out_stride, scale_stride;
+    long long hidden_stride, out_stride, scale_stride;
     float eps;
 };
 
@@ -101,12 +107,19 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     Row x;
     bf16* const hidden = arguments.hidden + row * arguments.hidden_stride;
     x.load(hidden, inside, place);
+#if CHOSEN
+    if (inside) {
+        mix(x, arguments.update, row, columns, place, &x);
+        x.store(hidden, columns, place);
+    }
+#else
     if (arguments.update) {
         Row update;
         update.load(arguments.update + row * arguments.update_stride, inside, place);
         add(x, update);
         x.store(hidden, inside, place);
     }
+#endif
     const float mean = sum_of_squares(x, place) / columns;
     float factor;
     asm("rsqrt.approx.f32 %0, %1;" : "=f"(factor) : "f"(mean + arguments.eps));

@@ -74,8 +74,12 @@ def check_num_chosen(count: int) -> None:
 
 
 def row_spec(name: str, layout: RowLayout, **defines: int) -> KernelSpec:
-    """<name>.cu below rows.cuh, and for a part of the dispatch below dispatch.cuh."""
-    shared = ("rows.cuh", "dispatch.cuh") if name.startswith("dispatch_") else ("rows.cuh",)
+    """<name>.cu below rows.cuh, and below what others of its kind share."""
+    shared = ["rows.cuh"]
+    if name.startswith("dispatch_"):
+        shared.append("dispatch.cuh")
+    elif defines.get("CHOSEN"):
+        shared.append("mixture.cuh")
     variant = f"{layout.rows}x{layout.warps}x{layout.vectors}"
     return KernelSpec(
         name,

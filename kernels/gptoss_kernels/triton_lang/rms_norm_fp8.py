@@ -13,8 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from gptoss_kernels import contracts
+from gptoss_kernels.contracts import Mixture
 from gptoss_kernels.fp8 import BLOCK
 from gptoss_kernels.triton_lang import device
+from gptoss_kernels.triton_lang.combine import combine
 from gptoss_kernels.triton_lang.quantise import group_scale, largest_bits
 
 
@@ -22,17 +24,21 @@ def rms_norm_fp8(
     hidden: Tensor,
     weight: Tensor,
     eps: float,
-    update: Tensor | None = None,
+    update: Tensor | Mixture | None = None,
     *,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Values e4m3 [T, H], scale fp32 [T, ceil(H / 128)], written to `out` if it is given.
 
     `hidden`, updated in place, and `update` [T, H] bf16, H a multiple of 16; `weight` [H] fp32. The
-    sum and the norm are rounded to bf16, as if they were stored. The scale is laid out as
-    contracts.empty_scale does. Raises ValueError on anything else, before anything is launched.
+    sum and the norm are rounded to bf16, as if they were stored; a mixture is added by combine, in
+    a launch of its own. The scale is laid out as contracts.empty_scale does. Raises ValueError on
+    anything else, before anything is launched.
     """
     contracts.check_rms_norm_inputs(hidden, weight, update)
+    if isinstance(update, Mixture):
+        combine(*update, residual=hidden, out=hidden)
+        update = None
     rows, columns = hidden.shape
     if out is None:
         out = contracts.empty_quantised(rows, columns, hidden.device)

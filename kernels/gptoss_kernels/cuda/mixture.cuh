@@ -1,0 +1,42 @@
+// What a token's experts gave, below rows.cuh: combine and the norms add it up in the same way.
+
+struct Mixture {
+    const bf16* outputs;  // a row for each choice
+    const int* rows;      // [tokens][CHOSEN]
+    const bf16* weights;  // likewise
+    int num_rows;
+    long long stride;
+};
+
+// sum over k of weights[t, k] * outputs[rows[t, k]], and a residual if there is one, in fp32 in this
+// order. A row that is none makes its token NaN.
+__device__ __forceinline__ void mix(Row& sums, const Mixture& mixture, long long token, int columns,
+                                    const Place& place, const Row* residual) {
+    Row rows[CHOSEN];
+    float weights[CHOSEN];
+#pragma unroll
+    for (int k = 0; k < CHOSEN; ++k) {
+        const int row = mixture.rows[token * CHOSEN + k];
+        const bool is_row = 0 <= row && row < mixture.num_rows;
+        weights[k] = is_row ? low_bf16(mixture.weights[token * CHOSEN + k]) : __int_as_float(-1);
+        rows[k].load(mixture.outputs + (is_row ? row : 0) * mixture.stride, columns, place);
+    }
+#pragma unroll
+    for (int v = 0; v < VECTORS; ++v) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            float low = 0, high = 0;
+#pragma unroll
+            for (int k = 0; k < CHOSEN; ++k) {
+                // Not fused: as the reference rounds products that are too small for a normal fp32.
+                low = __fadd_rn(low, __fmul_rn(low_bf16(rows[k].words[v][i]), weights[k]));
+                high = __fadd_rn(high, __fmul_rn(high_bf16(rows[k].words[v][i]), weights[k]));
+            }
+            if (residual != nullptr) {
+                low = __fadd_rn(low, low_bf16(residual->words[v][i]));
+                high = __fadd_rn(high, high_bf16(residual->words[v][i]));
+            }
+            sums.words[v][i] = pack_bf16(low, high);
+        }
+    }
+}
