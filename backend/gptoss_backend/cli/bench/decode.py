@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from gptoss_engine.engine import Engine
 
 _PROFILED_STEPS = 8
+_UNLIMITED = 2**31 - 1
 
 
 @engine_config(max_num_seqs=128, default_timeout_seconds=1e9)
@@ -115,27 +116,38 @@ class _Sequences:
         self._num_prompt_tokens = max(1, context - warm_up - steps // 2)
         self._lengths: dict[str, int] = {}
         self._has_preempted = False
-        # Of the oldest: its own cell, those of all later batches, and their prompts' chunks; and a
-        # page, which the scheduler leaves to each that runs before another one starts.
-        chunk = engine.config.max_num_batched_tokens - engine.config.max_num_seqs
-        prompts = max(batches) * self._num_prompt_tokens // max(1, chunk) + len(batches)
-        self._longest = (
-            self._num_prompt_tokens
-            + len(batches) * (warm_up + steps + _PROFILED_STEPS + 2)
-            + prompts
-            + engine.config.page_size
-        )
+        self._batches = batches
+        self._budget = engine.config.max_num_batched_tokens - engine.config.max_num_seqs
 
     def misfit(self, batch: int) -> str:
         if self._has_preempted:
             return "sequences were preempted"
-        return misfit(self.engine, batch, self._longest)
+        return misfit(self.engine, self._lengths_after(batch))
+
+    def _lengths_after(self, batch: int) -> list[int]:
+        """Of each sequence once the cell of `batch` is done, at most.
+
+        Those that were there when others joined decoded while the prompts were computed.
+        """
+        lengths: list[int] = []
+        for count in self._batches[: self._batches.index(batch) + 1]:
+            num_prompts = count - len(lengths)
+            num_chunks = num_prompts * self._num_prompt_tokens // max(1, self._budget) + 1
+            lengths = [length + num_chunks for length in lengths]
+            lengths += [self._num_prompt_tokens] * num_prompts
+            lengths = [length + self._steps_of_cell for length in lengths]
+        return lengths
+
+    @property
+    def _steps_of_cell(self) -> int:
+        """With those that a profile takes, and two tokens that may be out."""
+        return self._warm_up + self._steps + _PROFILED_STEPS + 2
 
     def measure(self, batch: int) -> _Cell | None:
         """Let others join until `batch` decode, then time them. None if any was preempted."""
         preemptions = self.engine.stats().num_preemptions
         for _ in range(batch - len(self._lengths)):
-            request = self._requests.make(self._num_prompt_tokens, max_tokens=self._longest)
+            request = self._requests.make(self._num_prompt_tokens, _UNLIMITED)
             self._lengths[request.generation_id] = self._num_prompt_tokens
             self.engine.add(request)
         while min(self._lengths.values()) == self._num_prompt_tokens:

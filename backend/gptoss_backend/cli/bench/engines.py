@@ -7,7 +7,7 @@ by a varied text and no two sequences could share a page.
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -70,22 +70,23 @@ class Requests:
         return GenerationRequest(f"bench-{self._count}", prompt, sampling)
 
 
-def misfit(engine: "Engine", batch: int, num_tokens: int) -> str:
-    """Why `batch` sequences of num_tokens each, answers included, cannot run at once, or ""."""
-    config, stats = engine.config, engine.stats()
-    if num_tokens > engine.runner.max_model_len:
+def misfit(engine: "Engine", lengths: Sequence[int]) -> str:
+    """Why sequences of so many tokens, answers included, cannot run at once, or nothing."""
+    config, stats, page_size = engine.config, engine.stats(), engine.config.page_size
+    if max(lengths) > engine.runner.max_model_len:
         return f"longer than max_model_len, {engine.runner.max_model_len}"
-    if batch > config.max_num_seqs:
+    if len(lengths) > config.max_num_seqs:
         return f"more than max_num_seqs, {config.max_num_seqs}"
-    pages = batch * -(-num_tokens // config.page_size)
+    # Before another one starts the scheduler leaves each that runs a page to grow by.
+    spare = len(lengths) - 1
+    pages = spare + sum(-(-length // page_size) for length in lengths)
     if pages > stats.num_pages:
-        have = stats.num_pages * config.page_size
-        return f"{pages * config.page_size} tokens of KV, {have} there"
+        return f"{pages * page_size} tokens of KV, {stats.num_pages * page_size} there"
     # However a window lies, it touches no more pages than this.
-    window = (engine.runner.model_config.sliding_window - 2) // config.page_size + 2
-    window_pages = batch * min(window, -(-num_tokens // config.page_size))
+    window = (engine.runner.model_config.sliding_window - 2) // page_size + 2
+    window_pages = spare + sum(min(window, -(-length // page_size)) for length in lengths)
     if window_pages > stats.num_window_pages:
-        return f"{window_pages} window pages, {stats.num_window_pages} there"
+        return f"{window_pages} pages of window layers, {stats.num_window_pages} there"
     return ""
 
 

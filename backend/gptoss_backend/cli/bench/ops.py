@@ -72,7 +72,7 @@ def ops(
     requests = Requests(engine.runner.model_config.vocab_size, seed, temperature=1.0)
     works = [(length, 1, length), *((1, batch, context) for batch in counts)]
     for new, batch, seen in works:
-        if reason := misfit(engine, batch, seen + _MOST_STEPS):
+        if reason := misfit(engine, [seen + _MOST_STEPS] * batch):
             raise CommandFailed(f"{batch} x {seen} tokens do not fit: {reason}")
         if new == 1:
             _decode(engine, requests, timer, batch, seen)

@@ -68,7 +68,7 @@ def prefill(
     requests = Requests(engine.runner.model_config.vocab_size, seed, temperature=1.0)
     with count_bar() as progress:
         for batch, length in progress.track(cells, description="prefill"):
-            reason = misfit(engine, batch, length + 1)
+            reason = misfit(engine, [length + 1] * batch)
             if not reason and deadline.has_passed:
                 reason = deadline.reason
             times = [] if reason else _measure(engine, requests, batch, length, repeats)

@@ -44,7 +44,7 @@ def throughput(
     """Tokens a second of requests that are all there at once: a table, then one JSON line."""
     report = Report(config, output)
     engine = load_engine(config)
-    reason = misfit(engine, 1, input_len + output_len)
+    reason = misfit(engine, [input_len + output_len])
     if reason:
         raise CommandFailed(
             f"a request of {input_len} + {output_len} tokens does not fit: {reason}"
