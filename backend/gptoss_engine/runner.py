@@ -14,6 +14,7 @@ from gptoss_engine.checkpoints.checkpoint import Checkpoint, checkpoint_folder
 from gptoss_engine.checkpoints.tensor_source import TensorSource, WeightMode
 from gptoss_engine.config import EngineConfig, InvalidConfig
 from gptoss_engine.device_steps import DeviceSteps, Launched
+from gptoss_engine.devices import choose_device
 from gptoss_engine.graphs import CudaCapture
 from gptoss_engine.kv_cache import KVCache, PageCounts, max_model_len
 from gptoss_engine.loading import load_weights
@@ -178,18 +179,13 @@ def open_source(config: EngineConfig) -> TensorSource:
 
 
 def choose_weight_mode(config: EngineConfig, source: TensorSource) -> WeightMode:
-    """auto: as the experts are stored, MXFP4 as bf16."""
-    if config.weights == "auto":
-        return "fp8" if source.form("layers.0.w13") == "fp8" else "bf16"
-    return config.weights
-
-
-def choose_device(config: EngineConfig) -> torch.device:
-    """auto: a GPU where there is one."""
-    available = torch.cuda.is_available()
-    if config.device == "cuda" and not available:
-        raise InvalidConfig("device must be auto or cpu here, got cuda: no CUDA device was found")
-    return torch.device("cuda" if config.device != "cpu" and available else "cpu")
+    """auto: as the experts are stored; MXFP4 as fp8 where kernels multiply that, else as bf16."""
+    if config.weights != "auto":
+        return config.weights
+    stored = source.form("layers.0.w13")
+    device = choose_device(config)
+    has_kernels = choose_gemm(config, device, choose_dtype(config, device)) != "reference"
+    return "fp8" if stored == "fp8" or (stored == "mxfp4" and has_kernels) else "bf16"
 
 
 def choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:

@@ -25,6 +25,7 @@ from gptoss_engine.runner import (
     choose_attention,
     choose_gemm,
     choose_graphs,
+    choose_weight_mode,
     load_operators,
     load_runner,
 )
@@ -381,6 +382,25 @@ def test_the_weight_mode_follows_from_the_checkpoint_unless_chosen(
         assert runner.weight_mode == mode
         kinds = {"bf16": Tensor, "fp8": Fp8Weight, "mxfp4": Mxfp4Weight}
         assert isinstance(runner._model.weights.layers[0].w2, kinds[mode])
+
+
+@pytest.mark.parametrize(
+    ("layout", "mode"),
+    [("huggingface", "fp8"), ("dequantised", "bf16"), ("random", "fp8")],
+)
+def test_mxfp4_serves_as_fp8_where_kernels_multiply_it(
+    tiny_checkpoint: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch, layout: str, mode: str
+):
+    source = RandomCheckpoint("tiny")
+    if layout != "random":
+        source = Checkpoint(tiny_checkpoint.folders[layout])
+    monkeypatch.setattr("gptoss_engine.runner.choose_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    for gemm, chosen in (("auto", mode), ("triton", mode), ("reference", "bf16")):
+        config = EngineConfig.from_mapping({"gemm": gemm})
+        assert choose_weight_mode(config, source) == chosen
+    assert choose_weight_mode(EngineConfig(dtype="float32"), source) == "bf16"
+    assert choose_weight_mode(EngineConfig(weights="mxfp4"), source) == "mxfp4"
 
 
 def test_random_weights_take_the_place_of_a_model():
