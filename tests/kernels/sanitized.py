@@ -32,6 +32,7 @@ from gptoss_kernels.contracts import (
     HEAD_DIM,
     MAXIMUM_DECODE_QUERIES,
     Dispatched,
+    Mixture,
     SamplingRows,
     empty_scale,
 )
@@ -145,13 +146,30 @@ def quantise_calls() -> Iterator[Call]:
             yield Call((spec,), partial(error, rows, columns, layout, group))
 
 
+# Of a token: what experts give the models, and one, of sums of pieces.
+MIXTURES = sorted({(m.hidden, k) for m in SERVED_MODELS.values() for k in (1, m.experts_per_token)})
+
+
+def mixture_of(tokens: int, columns: int, num_chosen: int) -> Mixture:
+    outputs = torch.randn(tokens * num_chosen, columns).bfloat16()
+    rows = torch.randperm(len(outputs)).int().view(tokens, num_chosen)
+    return Mixture(outputs, rows, torch.rand(tokens, num_chosen).bfloat16())
+
+
 def rms_norm_calls(*, is_fp8: bool) -> Iterator[Call]:
-    def error(rows: int, columns: int, layout: RowLayout, has_update: bool) -> float:
-        hidden, update = torch.randn(2, rows, columns).bfloat16()
-        weight = torch.rand(columns) + 0.5
-        gpu_hidden, gpu_weight, gpu_update = on_gpu(hidden, weight, update)
-        given = (gpu_hidden, gpu_weight, 1e-5, gpu_update if has_update else None)
-        expected = (hidden, weight, 1e-5, update if has_update else None)
+    """num_chosen: of an update that is a mixture; 0 for one that is rows, None for none."""
+
+    def error(rows: int, columns: int, layout: RowLayout, num_chosen: int | None) -> float:
+        hidden, weight = torch.randn(rows, columns).bfloat16(), torch.rand(columns) + 0.5
+        gpu_hidden, gpu_weight = on_gpu(hidden, weight)
+        update = gpu_update = None
+        if num_chosen:
+            update = mixture_of(rows, columns, num_chosen)
+            gpu_update = Mixture(*on_gpu(*update))
+        elif num_chosen == 0:
+            update = torch.randn(rows, columns).bfloat16()
+            (gpu_update,) = on_gpu(update)
+        given, expected = (gpu_hidden, gpu_weight, 1e-5, gpu_update), (hidden, weight, 1e-5, update)
         if is_fp8:
             out = rms_norm_fp8(*given, layout=layout, out=empty_fp8(rows, columns))
             found = fp8_error(out, reference.rms_norm_fp8(*expected))
@@ -160,10 +178,11 @@ def rms_norm_calls(*, is_fp8: bool) -> Iterator[Call]:
             found = norm_error(out, reference.rms_norm(*expected))
         return max(found, norm_error(gpu_hidden, hidden))
 
-    for columns in sorted({model.hidden for model in SERVED_MODELS.values()}):
-        for layout, rows, has_update in product(layouts_of(columns), ROWS, (False, True)):
-            spec = rms_norm_spec(layout, is_fp8=is_fp8)
-            yield Call((spec,), partial(error, rows, columns, layout, has_update))
+    updates = [(columns, k) for columns in {c for c, _ in MIXTURES} for k in (None, 0)]
+    for columns, num_chosen in (*updates, *MIXTURES):
+        for layout, rows in product(layouts_of(columns), ROWS):
+            spec = rms_norm_spec(layout, is_fp8=is_fp8, num_chosen=num_chosen or 0)
+            yield Call((spec,), partial(error, rows, columns, layout, num_chosen))
 
 
 def dispatch_calls() -> Iterator[Call]:
@@ -197,18 +216,14 @@ def dispatch_calls() -> Iterator[Call]:
 
 def combine_calls() -> Iterator[Call]:
     def error(tokens: int, columns: int, num_chosen: int, layout: RowLayout) -> float:
-        outputs = torch.randn(tokens * num_chosen, columns).bfloat16()
-        rows = torch.randperm(len(outputs)).int().view(tokens, num_chosen)
-        inputs = (outputs, rows, torch.rand(tokens, num_chosen).bfloat16())
+        inputs = mixture_of(tokens, columns, num_chosen)
         residual = torch.randn(tokens, columns).bfloat16()
         *given, gpu_residual = on_gpu(*inputs, residual)
         options = {"layout": layout, "out": empty_bf16(tokens, columns)}
         out = combine(*given, residual=gpu_residual, **options)
         return norm_error(out, reference.combine(*inputs, residual=residual))
 
-    for columns, chosen in sorted(
-        {(m.hidden, m.experts_per_token) for m in SERVED_MODELS.values()}
-    ):
+    for columns, chosen in MIXTURES:
         layouts = (choose_combine_layout(tokens, columns, chosen) for tokens in FEW_AND_MANY)
         for layout, tokens in product(dict.fromkeys(layouts), ROWS):
             spec = combine_spec(layout, chosen)
