@@ -19,6 +19,7 @@ from gptoss_engine.config import EngineConfig
 from gptoss_engine.graphs import Capture, DecodeGraphs, Outputs, graph_sizes
 from gptoss_engine.kv_cache import KVCache
 from gptoss_engine.model import GptOss
+from gptoss_engine.progress import tracked
 from gptoss_engine.sampler import Sampled, Sampler, Sampling
 from gptoss_engine.sequence import PageTables, ScheduledItem, ScheduledStep, Sequence, StepOutput
 from gptoss_engine.staging import KnownPages, Part, StagedStep, Staging
@@ -253,27 +254,28 @@ class DeviceSteps:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Load all kernels, fill PyTorch's pool, and capture the graphs.
+        """Load all kernels, capture the graphs, and fill PyTorch's pool for all other steps.
 
         Writes to the cache, whose pages are nobody's yet.
         """
-        started = time.monotonic()
         config = self._config
-        for counts in warm_up_steps(
+        graphs = None
+        if self._capture is not None:
+            started, sizes = time.monotonic(), graph_sizes(config.max_num_seqs)
+            graphs = DecodeGraphs(self._decode, sizes, self._capture)
+            log.info(
+                "captured %d CUDA graphs of decodes, up to %d rows, in %.1f s",
+                *(len(sizes), sizes[-1], time.monotonic() - started),
+            )
+        # Behind the captures, which empty the pool; and decodes, too, without a graph.
+        started = time.monotonic()
+        steps = warm_up_steps(
             config.max_num_batched_tokens, config.max_num_seqs, self._max_model_len
-        ):
-            self.launch(self._made_up(counts)).result()
-        log.info("warmed up in %.1f s", time.monotonic() - started)
-        if self._capture is None:
-            return
-        started, sizes = time.monotonic(), graph_sizes(config.max_num_seqs)
-        free = _free_bytes(self._device)
-        self._graphs = DecodeGraphs(self._decode, sizes, self._capture)
-        log.info(
-            "captured %d CUDA graphs of decodes, up to %d rows, in %.1f s and %.2f GB",
-            *(len(sizes), sizes[-1], time.monotonic() - started),
-            (free - _free_bytes(self._device)) / 1e9,
         )
+        for counts in tracked(steps, "warm-up", len(steps)):
+            self.launch(self._made_up(counts)).result()
+        log.info("warmed up by %d steps in %.1f s", len(steps), time.monotonic() - started)
+        self._graphs = graphs
 
     def _made_up(self, counts: tuple[int, ...]) -> ScheduledStep:
         """The first step of sequences with so many tokens, in whatever pages there are.
@@ -323,10 +325,6 @@ def _cut(rows: int, most_seqs: int, max_model_len: int) -> tuple[int, ...]:
     """As few sequences as have so many rows, or nearly."""
     whole, rest = divmod(rows, max_model_len)
     return ((max_model_len,) * whole + ((rest,) if rest else ()))[:most_seqs]
-
-
-def _free_bytes(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
 
 def _sampling(step: ScheduledStep, vocab_size: int) -> Sampling:

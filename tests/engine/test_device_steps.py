@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gptoss_engine.config import EngineConfig
-from gptoss_engine.device_steps import DeviceSteps, warm_up_steps
+from gptoss_engine.device_steps import DeviceSteps, Launched, warm_up_steps
 from gptoss_engine.engine import Engine, Pending
 from gptoss_engine.graphs import Outputs, Replay
 from gptoss_engine.runner import Runner, load_runner
@@ -285,6 +285,29 @@ def test_logits_that_are_no_numbers_are_said(
         stepper.advance(*made)
 
 
+def test_the_pool_is_filled_behind_the_captures_which_empty_it(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    launch = DeviceSteps.launch
+
+    class Capture(Recorded):
+        def __call__(self, run: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
+            events.append("captured")
+            return super().__call__(run)
+
+    def watched(steps: DeviceSteps, step: ScheduledStep) -> Launched:
+        events.append("launched")
+        return launch(steps, step)
+
+    monkeypatch.setattr(DeviceSteps, "launch", watched)
+    capture = Capture()
+    on_device(config, capture)
+    assert events == sorted(events)
+    assert {*events} == {"captured", "launched"}
+    assert capture.replayed == []  # Decodes, too, fill it.
+
+
 def test_the_warm_up_has_the_largest_steps_and_all_small_ones() -> None:
     steps = warm_up_steps(most_rows=300, most_seqs=12, max_model_len=512)
     assert steps[0] == (*(1,) * 11, 289)
@@ -340,25 +363,31 @@ def test_overlapped_is_plain_on_a_gpu(gpu_config: EngineConfig, gpu_runner: Runn
 
 
 @pytest.mark.gpu
-def test_nothing_is_allocated_after_the_warm_up(
-    gpu_config: EngineConfig, gpu_runner: Runner
-) -> None:
+def test_nothing_is_allocated_after_the_warm_up(gpu_config: EngineConfig) -> None:
+    """From the first step on: nobody else's memory is there to be found."""
+
     def counted() -> tuple[int, int]:
         stats = torch.cuda.memory_stats()
-        return stats["num_device_alloc"], stats["reserved_bytes.all.peak"]
+        return stats["num_device_alloc"], stats["num_device_free"]
 
+    torch.cuda.empty_cache()
+    config = replace(gpu_config, max_num_batched_tokens=2048)
+    runner = load_runner(config)
     before = counted()
-    answers(gpu_config, gpu_runner)
+    stepper, long = Stepper(runner), [sequence([7] * 511) for _ in range(4)]
+    stepper.advance(*long)
+    answers(config, runner)
     assert counted() == before
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_a_launch_waits_for_nothing(gpu_config: EngineConfig, gpu_runner: Runner) -> None:
     launch = gpu_runner.launch
 
     def watched(step: ScheduledStep) -> Pending:
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            torch.cuda.set_sync_debug_mode("error")
             return launch(step)
         finally:
             torch.cuda.set_sync_debug_mode("default")
