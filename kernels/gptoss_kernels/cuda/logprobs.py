@@ -27,8 +27,8 @@ def logprobs(
     """The chosen tokens' fp32 [S], and the likeliest ones' ids int32 and values fp32 [S, 20].
 
     Written to `out` if it is given: of a row with num_top = n all of the first and n of the other
-    two, and nothing of one with a negative n. `logits` [S, V] bf16 or fp32, V a multiple of 8, rows
-    at multiples of 16 bytes; `token_ids` int64 [S]; `num_top` int32 [S], up to 20 and V. A token
+    two, and nothing of one with a negative n. `logits` [S, V] bf16 or fp32, V a multiple of 8 up
+    to 261,632, rows at multiples of 16 bytes; `token_ids` int64 [S]; `num_top` int32 [S], up to 20 and V. A token
     that is none has NaN. Values stay on the device. Raises ValueError on anything else, and
     runtime.CudaError where there is no Hopper GPU.
     """

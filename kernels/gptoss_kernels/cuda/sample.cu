@@ -3,6 +3,7 @@
 constexpr int DIGIT_BITS = 8, DIGITS = 1 << DIGIT_BITS;
 constexpr int COPIES = 8;  // of a histogram, so that few lanes meet in one place
 constexpr int ORDER_BITS = 8 * LOGIT_BYTES;
+constexpr int HALF_BITS = WEIGHT_BITS / 2;
 constexpr double LEAST_TEMPERATURE = 1e-5;  // below it a row is greedy
 
 struct Arguments {
@@ -21,7 +22,7 @@ struct Shared {
     uint64_t digits[2][DIGITS]; // of the block, in turns
     uint64_t all_digits[DIGITS];
     uint64_t found[2];          // a digit, and what is wanted of it
-    uint32_t low[DIGITS][COPIES], high[DIGITS][COPIES];
+    uint32_t low[DIGITS][COPIES], high[DIGITS][COPIES];  // weights' HALF_BITS, and what is above
 };
 
 // floor(share * total), or rounded up, of a share of 53 bits.
@@ -41,10 +42,15 @@ struct Kept {
     float largest, rate, least;
     uint64_t least_weight;
 
+    __device__ __forceinline__ bool is_all() const {
+        return __float_as_uint(least) == NONE && least_weight == 0;
+    }
+
+    template <bool IS_CUT>
     __device__ __forceinline__ uint64_t weight(float value) const {
-        if (value < least) return 0;
+        if (IS_CUT && value < least) return 0;
         const uint64_t weight = weight_of(value, largest, rate);
-        return weight < least_weight ? 0 : weight;
+        return IS_CUT && weight < least_weight ? 0 : weight;
     }
 };
 
@@ -68,12 +74,13 @@ __device__ __forceinline__ void add_digits(Shared& shared, const Part& part, int
 #pragma unroll
         for (int i = 0; i < WIDTH; ++i) {
             const uint32_t bits = bits_of(values[i]);
-            if (uint64_t(bits) >> (shift + DIGIT_BITS) != above) continue;
+            if (bits >> shift >> DIGIT_BITS != above) continue;
             const uint64_t weight = weight_of_value(values[i]);
-            if (weight == 0) continue;
-            const uint32_t digit = bits >> shift & (DIGITS - 1), low = uint32_t(weight);
-            const uint32_t before = atomicAdd(&shared.low[digit][copy], low);
-            const uint32_t high = uint32_t(weight >> 32) + (before + low < low);
+            const uint32_t digit = bits >> shift & (DIGITS - 1);
+            // Of as many tokens as have this copy no sum has more than 32 bits.
+            const uint32_t low = uint32_t(weight) & ((1 << HALF_BITS) - 1);
+            const uint32_t high = uint32_t(weight >> HALF_BITS);
+            if (low != 0) atomicAdd(&shared.low[digit][copy], low);
             if (high != 0) atomicAdd(&shared.high[digit][copy], high);
         }
     }
@@ -88,7 +95,7 @@ __device__ __forceinline__ void gather_digits(Shared& shared, int turn) {
 #pragma unroll
         for (int i = 0; i < COPIES; ++i) {
             const int copy = (i + digit / (32 / COPIES)) % COPIES;  // so that lanes use all banks
-            sum += shared.low[digit][copy] + (uint64_t(shared.high[digit][copy]) << 32);
+            sum += shared.low[digit][copy] + (uint64_t(shared.high[digit][copy]) << HALF_BITS);
         }
         shared.digits[turn][digit] = sum;
     }
@@ -144,6 +151,7 @@ __device__ __forceinline__ float least_kept(Shared& shared, const Part& part, ui
 // Cells are what a warp reads at a time, 32 vectors, in the order of ids.
 __device__ __forceinline__ int num_cells(const Part& part) { return (part.num_vectors + 31) / 32; }
 
+template <bool IS_CUT>
 __device__ __forceinline__ void weigh_cells(uint64_t* cells, const Part& part, const Kept& kept) {
     const int lane = threadIdx.x % 32;
     for (int cell = threadIdx.x / 32; cell < num_cells(part); cell += WARPS) {
@@ -153,7 +161,7 @@ __device__ __forceinline__ void weigh_cells(uint64_t* cells, const Part& part, c
             float values[WIDTH];
             part.load(vector, values);
 #pragma unroll
-            for (int i = 0; i < WIDTH; ++i) sum += kept.weight(values[i]);
+            for (int i = 0; i < WIDTH; ++i) sum += kept.weight<IS_CUT>(values[i]);
         }
         // Below 2^44, so that two sums of 32 bits hold those of all lanes.
         const uint64_t low = __reduce_add_sync(ALL_LANES, uint32_t(sum) & 0xFFFFFF);
@@ -172,7 +180,7 @@ __device__ __forceinline__ void find_token(const Part& part, const Kept& kept, i
         float values[WIDTH];
         part.load(vector, values);
 #pragma unroll
-        for (int i = 0; i < WIDTH; ++i) sum += weights[i] = kept.weight(values[i]);
+        for (int i = 0; i < WIDTH; ++i) sum += weights[i] = kept.weight<true>(values[i]);
     }
     uint64_t end = sum_up_to_lane(sum);
     if (target >= end || target < end - sum) return;
@@ -188,7 +196,10 @@ __device__ __forceinline__ void find_token(const Part& part, const Kept& kept, i
 __device__ __forceinline__ void draw(Shared& shared, uint64_t* cells, const Part& part,
                                      const Kept& kept, uint32_t rank, double uniform,
                                      long long* token_id) {
-    weigh_cells(cells, part, kept);
+    if (kept.is_all())
+        weigh_cells<false>(cells, part, kept);
+    else
+        weigh_cells<true>(cells, part, kept);
     const int lane = threadIdx.x % 32, count = num_cells(part), each = (count + 31) / 32;
     const int first = min(lane * each, count), end = min(first + each, count);
     const bool is_first_warp = threadIdx.x < 32;
@@ -252,7 +263,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         const double top_p = arguments.top_p[row];
         if (top_p < 1)
             kept.least = least_kept(shared, part, 0, top_p,
-                                    [&](float value) { return kept.weight(value); });
+                                    [&](float value) { return kept.weight<true>(value); });
         kept.least_weight = ceil(arguments.min_p[row] * (uint64_t(1) << WEIGHT_BITS));
         draw(shared, cells, part, kept, rank, arguments.uniforms[row], arguments.token_ids + row);
     }

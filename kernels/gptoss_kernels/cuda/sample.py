@@ -21,8 +21,8 @@ from gptoss_kernels.cuda import runtime, sampling
 def sample(logits: Tensor, rows: SamplingRows, *, out: Tensor | None = None) -> Tensor:
     """The tokens int64 [S], written to `out` if it is given.
 
-    `logits` [S, V] bf16 or fp32, V a multiple of 8, rows at multiples of 16 bytes; `rows` as
-    contracts.SamplingRows has it. Its values stay on the device: temperatures are 0 or more,
+    `logits` [S, V] bf16 or fp32, V a multiple of 8 up to 261,632, rows at multiples of 16 bytes;
+    `rows` as contracts.SamplingRows has it. Its values stay on the device: temperatures are 0 or more,
     uniforms in [0, 1), top_p and min_p in [0, 1]. A masked id that the vocabulary does not have is
     ignored. Raises ValueError on anything else, and runtime.CudaError where there is no Hopper GPU.
     """
