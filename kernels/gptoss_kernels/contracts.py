@@ -29,7 +29,6 @@ LEAST_TEMPERATURE = 1e-5  # below it logits / temperature overflows, and the lar
 MAXIMUM_TOP = 20  # tokens whose log-probabilities are told beside the chosen one's
 LOGITS_DTYPES = (torch.bfloat16, torch.float32)
 MAXIMUM_VOCABULARY = 261_632  # kernels add up the weights of 1/64 of it, of 21 bits, with 32
-MAXIMUM_VOCABULARY = 261_632  # kernels add up the weights of 1/64 of it, of 21 bits, with 32
 
 
 class LibraryError(RuntimeError):
