@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from gptoss_backend.cli.bench.engines import Deadline
 from gptoss_engine.engine import Engine
 from gptoss_engine.types import TokenChunk
 
@@ -57,6 +58,19 @@ def test_every_cell_is_a_line(gptoss: Run, tmp_path: Path, monkeypatch: pytest.M
     # All of a cell's sequences decoded in each of its steps.
     assert steps.count(3) >= 2 * (2 + 6)
     assert "<svg" in picture.read_text()
+
+
+def test_a_budget_leaves_out_what_comes_later(gptoss: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    passed = iter((False, False, True))
+    monkeypatch.setattr(Deadline, "has_passed", property(lambda _: next(passed)))
+    done = gptoss(
+        *("bench", "decode", "--batches", "1,2,3", "--contexts", "16", "--steps", "2"),
+        *("--budget", "4", "--device", "cpu"),
+    )
+    assert done.code == 0, done.err
+    lines = [json.loads(line) for line in done.out.splitlines() if line[0] == "{"]
+    assert [line["batch"] for line in lines] == [1, 2]
+    assert "decode of 3 at 16: not run, 4 s were spent\n" in done.err
 
 
 def test_traces_are_of_steady_steps(gptoss: Run, tmp_path: Path) -> None:

@@ -62,17 +62,18 @@ def decode(
     if plot is not None:
         check_picture("plot", plot)
     report = Report(config, output)
-    deadline = Deadline(budget)
     engine = load_engine(config)
+    deadline = Deadline(budget)
     requests = Requests(engine.runner.model_config.vocab_size, seed, temperature)
     with count_bar() as progress:
         task = progress.add_task("decode", total=len(counts) * len(lengths))
         for context in lengths:
             sequences = _Sequences(engine, requests, context, counts, steps, warm_up)
             for batch in counts:
+                if deadline.has_passed:
+                    deadline.say(f"decode of {batch} at {context}")
+                    continue
                 reason = sequences.misfit(batch)
-                if not reason and deadline.has_passed:
-                    reason = deadline.reason
                 cell = None if reason else sequences.measure(batch)
                 reason = reason or sequences.misfit(batch)
                 _add(report, engine, batch, context, cell, reason, gpu_price)

@@ -148,15 +148,21 @@ def run_load(
 
 
 class Deadline:
-    """When no other cell is begun: `seconds` from now, or never for 0."""
+    """When no other cell is begun: `seconds` from now, or never for 0.
+
+    What is not run has no line: an older one of the same cell still counts.
+    """
 
     def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
         self._end = time.monotonic() + seconds if seconds else float("inf")
-        self.reason = f"not run: {seconds:g} s were spent"
 
     @property
     def has_passed(self) -> bool:
         return time.monotonic() >= self._end
+
+    def say(self, cell: str) -> None:
+        print(f"{cell}: not run, {self._seconds:g} s were spent", file=sys.stderr)  # noqa: T201
 
 
 def say(text: str) -> None:

@@ -22,7 +22,8 @@ Profile = Annotated[
     ),
 ]
 Budget = Annotated[
-    float, typer.Option(min=0.0, help="Seconds after which no other cell is begun; 0: all are.")
+    float,
+    typer.Option(min=0.0, help="Seconds after loading; then no other cell is begun."),
 ]
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the random prompts.")]
 

@@ -63,14 +63,15 @@ def prefill(
     if plot is not None:
         check_picture("plot", plot)
     report = Report(config, output)
-    deadline = Deadline(budget)
     engine = load_engine(config)
+    deadline = Deadline(budget)
     requests = Requests(engine.runner.model_config.vocab_size, seed, temperature=1.0)
     with count_bar() as progress:
         for batch, length in progress.track(cells, description="prefill"):
+            if deadline.has_passed:
+                deadline.say(f"prefill of {batch} x {length}")
+                continue
             reason = misfit(engine, [length + 1] * batch)
-            if not reason and deadline.has_passed:
-                reason = deadline.reason
             times = [] if reason else _measure(engine, requests, batch, length, repeats)
             _add(report, engine, batch, length, times, reason, gpu_price)
             if profile is not None and times:

@@ -1,7 +1,7 @@
 """The lines of the result files: one JSON object a cell, written as soon as it is measured.
 
-Of two lines of one cell the newer counts. A cell that did not fit, or was not run, has "ms" null
-and says why under "left_out".
+Of two lines of one cell the newer counts. A cell that did not fit has "ms" null and says why under
+"left_out".
 """
 
 import json
