@@ -243,7 +243,11 @@ def _fill(source: TensorSource, jobs: list[_Job], device: torch.device) -> list[
     with progress_bar() as progress, file_loader(device) as files, workers() as executor:
         total = sum(num_bytes(job.destination) for job in jobs)
         bar = progress.add_task(f"loading {Path(source.label).name}", total=total)
-        loaded = in_order(executor, partial(_load, source, files), [(job,) for job in jobs])
+        load = partial(_load, source, files)
+        if isinstance(source, GeneratedCheckpoint):
+            loaded = map(load, jobs)  # a GPU's work: threads would only wait for each other
+        else:
+            loaded = in_order(executor, load, [(job,) for job in jobs])
         for job, found in zip(jobs, loaded, strict=True):
             if found is not None:
                 inexact.append((job, found))

@@ -71,13 +71,12 @@ def test_words_are_those_of_splitmix64():
         4593380528125082431,
         16408922859458223821,
     )
-    source = made("bf16")
-    key = hashlib.sha256(b"a stream").digest()[:8]
-    words = source._draw("a stream", slice(None), (5, 4))
-    shifted = [
-        sum(int(word) << 16 * place for place, word in enumerate(row)) for row in words.tolist()
-    ]
-    assert shifted == [_splitmix64(int.from_bytes(key, "little"), n) for n in range(1, 6)]
+    streams = ("one", "another")
+    drawn = made("bf16")._draw([*streams], slice(None), (5, 4))
+    for stream, words in zip(streams, drawn.tolist(), strict=True):
+        key = int.from_bytes(hashlib.sha256(f"0/{stream}".encode()).digest()[:8], "little")
+        numbers = [sum(word << 16 * place for place, word in enumerate(row)) for row in words]
+        assert numbers == [_splitmix64(key, index) for index in range(1, 6)]
     assert tuple(_splitmix64(1234567, n) for n in range(1, 6)) == expected
 
 
@@ -136,6 +135,17 @@ def test_a_cut_is_a_piece_of_the_whole(mode: WeightMode, name: str, data: st.Dat
     dense = to_dense(whole, torch.float32)
     assert torch.equal(to_dense(piece, torch.float32), dense[tuple(cuts)])
     assert type(piece) is type(whole)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_experts_made_together_are_those_made_alone(mode: WeightMode):
+    together, alone = made(mode), made(mode)
+    together._at_once = 5
+    for name in ("layers.0.w13", "layers.0.w2", "layers.1.w2"):
+        for expert in (*range(16), 3, 9):
+            assert equal(together.read(name, expert), alone.read(name, expert)), (name, expert)
+    cut = slice(128, 256)
+    assert equal(together.read("layers.1.w2", 9, rows=cut), alone.read("layers.1.w2", 9, rows=cut))
 
 
 def test_all_streams_differ():

@@ -30,6 +30,7 @@ from gptoss_kernels.ops import Fp8Weight
 
 _WORDS_A_DRAW = 4  # of 16 bits; as a word chooses four MXFP4 values, so many words are a draw
 _VALUES_A_WORD = 4
+_EXPERTS_AT_ONCE = 8  # half a gigabyte of temporaries
 _MAXIMUM_SHIFT = 7  # between the scales of a tensor's groups, in powers of two
 _STEP, _FIRST_FACTOR, _SECOND_FACTOR = (
     number - 2**64  # as torch's integers have them
@@ -38,7 +39,11 @@ _STEP, _FIRST_FACTOR, _SECOND_FACTOR = (
 
 
 class GeneratedCheckpoint:
-    """`source`'s model on `device`: experts and attention as `mode` holds them, all else bf16."""
+    """`source`'s model on `device`: experts and attention as `mode` holds them, all else bf16.
+
+    For one thread, which reads experts in order: a GPU makes several of them at once and keeps
+    them for the next calls, since an expert's launches take longer to enqueue than to run.
+    """
 
     def __init__(self, source: RandomCheckpoint, mode: WeightMode, device: torch.device) -> None:
         self.config = source.config
@@ -47,6 +52,8 @@ class GeneratedCheckpoint:
         self._source = source
         self._mode: WeightMode = mode
         self._device = device
+        self._at_once = 1 if device.type == "cpu" else _EXPERTS_AT_ONCE
+        self._made: tuple[str, range, Stored] | None = None
 
     def form(self, name: str) -> Form:
         field = name.split(".")[-1]
@@ -64,58 +71,78 @@ class GeneratedCheckpoint:
         """See TensorSource. Rows that are cut away cost nothing, columns are drawn and dropped."""
         shape = self.shapes[name]
         assert (expert is None) == (name.split(".")[-1] not in EXPERTS)
-        stream = f"{self._source.seed}/{name}"
-        mean, deviation = self._source.normal(name)
         if expert is not None:
-            return self._read_expert(
-                *(f"{stream}/{expert}", shape[1:], deviation, self.form(name), rows, columns)
-            )
-        words = self._draw(stream, rows, (shape[0], prod(shape[1:])))
+            return self._read_expert(name, expert, rows, columns)
+        mean, deviation = self._source.normal(name)
+        words = self._draw([name], rows, (shape[0], prod(shape[1:])))[0]
         numbers = _look_up(_bfloat16_table(mean, deviation, self._device), words)
         if len(shape) == 1:
             return numbers[:, 0]
         return (_to_fp8 if self.form(name) == "fp8" else Tensor.contiguous)(numbers[:, columns])
 
-    def _read_expert(
-        self,
-        stream: str,
-        shape: tuple[int, ...],
-        deviation: float,
-        form: Form,
-        rows: slice,
-        columns: slice,
-    ) -> Stored:
-        num_rows, width = shape
+    def _read_expert(self, name: str, expert: int, rows: slice, columns: slice) -> Stored:
+        num_experts, *matrix = self.shapes[name]
+        is_whole = all(
+            cut.indices(size) == (0, size, 1)
+            for cut, size in zip((rows, columns), matrix, strict=True)
+        )
+        if not is_whole or self._at_once == 1:
+            return _one_of(self._make(name, range(expert, expert + 1), rows, columns), 0)
+        made = self._made
+        if made is None or made[0] != name or expert not in made[1]:
+            experts = range(expert, min(expert + self._at_once, num_experts))
+            made = self._made = (name, experts, self._make(name, experts, rows, columns))
+        return _one_of(made[2], expert - made[1].start)
+
+    def _make(self, name: str, experts: range, rows: slice, columns: slice) -> Stored:
+        """Of several experts, one behind the other."""
+        _, num_rows, width = self.shapes[name]
+        _, deviation = self._source.normal(name)
         first, end, _ = columns.indices(width)
         groups = slice(first // GROUP, -(-end // GROUP))
-        words = self._draw(f"{stream}/blocks", rows, (num_rows, width // _VALUES_A_WORD))
-        words = words.unflatten(1, (-1, GROUP // _VALUES_A_WORD))[:, groups]
-        scales = self._draw(f"{stream}/scales", rows, (num_rows, width // GROUP))[:, groups]
-        scales = _look_up(_scale_table(deviation, self._device), scales)
+        streams = [f"{name}/{expert}" for expert in experts]
+        words = self._draw(
+            [f"{stream}/blocks" for stream in streams], rows, (num_rows, width // _VALUES_A_WORD)
+        )
+        words = words.unflatten(2, (-1, GROUP // _VALUES_A_WORD))[:, :, groups]
+        scales = self._draw(
+            [f"{stream}/scales" for stream in streams], rows, (num_rows, width // GROUP)
+        )
+        scales = _look_up(_scale_table(deviation, self._device), scales[:, :, groups])
+        form = self.form(name)
         if form == "fp8":
             largest = _largest_of_blocks(scales, BLOCK // GROUP)
             shift = scales + _MAXIMUM_SHIFT - _of_blocks(largest, scales, BLOCK // GROUP)
             index = shift.int()[..., None] * NUM_WORDS + words
             values = _look_up(_e4m3_table(self._device), index).view(E4M3)
-            return Fp8Weight(values.flatten(1), _block_scale(largest))
+            return Fp8Weight(values.flatten(2), _block_scale(largest))
         blocks = _look_up(_value_table(self._device), words).view(torch.uint8)
         if form == "mxfp4":
             return Mxfp4Blocks(blocks, scales)
         return dequantise(blocks, scales, torch.bfloat16)
 
-    def _draw(self, stream: str, rows: slice, shape: tuple[int, int]) -> Tensor:
-        """int32 in [0, 2^16): the rows of the stream's words [shape]."""
+    def _draw(self, streams: list[str], rows: slice, shape: tuple[int, int]) -> Tensor:
+        """int32 in [0, 2^16): of each stream the rows of its words [shape]."""
         first, end, _ = rows.indices(shape[0])
         draws, skipped = divmod(first * shape[1], _WORDS_A_DRAW)
         count = max(0, end - first) * shape[1]
         last = draws + -(-(skipped + count) // _WORDS_A_DRAW)
-        key = hashlib.sha256(stream.encode()).digest()[:8]
-        state = torch.arange(draws + 1, last + 1, device=self._device)
-        state.mul_(_STEP).add_(int.from_bytes(key, "little", signed=True))
+        keys = [
+            hashlib.sha256(f"{self._source.seed}/{stream}".encode()).digest() for stream in streams
+        ]
+        keys = [int.from_bytes(key[:8], "little", signed=True) for key in keys]
+        state = torch.arange(draws + 1, last + 1, device=self._device).mul_(_STEP)
+        state = state + torch.tensor(keys, device=self._device)[:, None]
         _fold(state, 30).mul_(_FIRST_FACTOR)
         _fold(state, 27).mul_(_SECOND_FACTOR)
-        words = _fold(state, 31).view(torch.int16)[skipped : skipped + count]
-        return words.view(-1, shape[1]).int().bitwise_and_(NUM_WORDS - 1)
+        words = _fold(state, 31).view(torch.int16)[:, skipped : skipped + count]
+        return words.int().bitwise_and_(NUM_WORDS - 1).view(len(streams), -1, shape[1])
+
+
+def _one_of(stored: Stored, index: int) -> Stored:
+    if isinstance(stored, Mxfp4Blocks):
+        return Mxfp4Blocks(stored.blocks[index], stored.scales[index])
+    return stored[index]
 
 
 def _fold(state: Tensor, shift: int) -> Tensor:
@@ -136,19 +163,17 @@ def _to_fp8(numbers: Tensor) -> Fp8Weight:
 
 
 def _largest_of_blocks(matrix: Tensor, width: int) -> Tensor:
-    """Of blocks of 128 rows and `width` columns; the matrix has nothing below 0."""
-    rows, columns = (
-        -(-size // each) for size, each in zip(matrix.shape, (BLOCK, width), strict=True)
-    )
-    filled = matrix.new_zeros(rows * BLOCK, columns * width)
-    filled[: matrix.shape[0], : matrix.shape[1]] = matrix
-    return filled.view(rows, BLOCK, columns, width).amax((1, 3))
+    """[..., N, K] by blocks of 128 rows and `width` columns; there is nothing below 0."""
+    rows, columns = matrix.shape[-2:]
+    filled = torch.nn.functional.pad(matrix, (0, -columns % width, 0, -rows % BLOCK))
+    return filled.unflatten(-1, (-1, width)).unflatten(-3, (-1, BLOCK)).amax((-3, -1))
 
 
 def _of_blocks(values: Tensor, matrix: Tensor, width: int) -> Tensor:
     """For each element of the matrix that of its block."""
-    values = values.repeat_interleave(BLOCK, dim=0)[: matrix.shape[0]]
-    return values.repeat_interleave(width, dim=1)[:, : matrix.shape[1]]
+    rows, columns = matrix.shape[-2:]
+    values = values.repeat_interleave(BLOCK, dim=-2)[..., :rows, :]
+    return values.repeat_interleave(width, dim=-1)[..., :columns]
 
 
 def _block_scale(largest: Tensor) -> Tensor:
@@ -166,15 +191,17 @@ def _value_table(device: torch.device) -> Tensor:
 def _e4m3_table(device: torch.device) -> Tensor:
     """int32 [shifts * NUM_WORDS]: the same four values in e4m3, at a group's scale that is
     _MAXIMUM_SHIFT powers of two below the largest, …, at the largest."""
-    words = torch.from_numpy(value_table()).view(torch.uint8).view(NUM_WORDS, 1, 2)
-    blocks = torch.nn.functional.pad(words, (0, GROUP // 2 - 2))  # each in a group of its own
-    largest = torch.full((num_blocks(NUM_WORDS), 1), _MAXIMUM_SHIFT)
+    byte = torch.arange(256, dtype=torch.uint8)
+    blocks = torch.nn.functional.pad(byte.view(256, 1, 1), (0, GROUP // 2 - 1))  # a group each
+    largest = torch.full((num_blocks(256), 1), _MAXIMUM_SHIFT)
+    pairs = torch.from_numpy(value_table()).view(torch.uint8).view(NUM_WORDS, 2).int()
     tables = []
     for scale in range(_MAXIMUM_SHIFT + 1):
-        scales = torch.full((NUM_WORDS, 1), scale, dtype=torch.uint8)
+        scales = torch.full((256, 1), scale, dtype=torch.uint8)
         weight, inexact = widen(blocks, scales, _block_scale(largest))
         assert not inexact.any()
-        tables.append(weight.values[:, :_VALUES_A_WORD].contiguous().view(torch.int32).flatten())
+        of_a_byte = weight.values[:, :2].contiguous().view(torch.int16).flatten()
+        tables.append(_look_up(of_a_byte, pairs).view(torch.int32).flatten())
     return torch.cat(tables).to(device)
 
 
