@@ -19,12 +19,7 @@ import typer
 from gptoss_backend.cli.bench.clients import num_processes, run_clients
 from gptoss_backend.cli.bench.engines import load_engine, run_load, say
 from gptoss_backend.cli.bench.flags import Output, Plot, Seed, numbers
-from gptoss_backend.cli.bench.load import (
-    Load,
-    Outcome,
-    parse_goodput,
-    parse_rates,
-)
+from gptoss_backend.cli.bench.load import Load, Outcome, parse_goodput, parse_rates
 from gptoss_backend.cli.bench.results import Report, rounded
 from gptoss_backend.cli.bench.tables import show
 from gptoss_backend.cli.bench.workloads import RandomTokens, Sums, Workload
@@ -40,7 +35,6 @@ _UNLIMITED = 2**31 - 1
 
 
 @engine_config(
-    max_num_seqs=128,
     max_waiting_requests=_UNLIMITED,
     max_waiting_tokens=_UNLIMITED,
     default_timeout_seconds=1e9,
