@@ -89,6 +89,7 @@ class EngineStats:
 class Engine:
     """Sequences in, chunks of tokens out, one step at a time. Not thread-safe.
 
+    is_overlapped: whether each step is scheduled while the one before runs.
     clock: time.monotonic(), or a test's own; deadlines are on it.
     """
 
@@ -199,7 +200,10 @@ class Engine:
         return self.scheduler.finish_all("abort", error)
 
     def step(self) -> list[TokenChunk]:
-        """What came of one forward pass. After a failure: everybody's final chunk."""
+        """What came of one forward pass; of none, if the first has only just been launched.
+
+        After a failure: everybody's final chunk.
+        """
         expired = self.scheduler.expire(self._clock())
         if not self.has_work:
             return expired
@@ -218,12 +222,13 @@ class Engine:
     def _overlapped_step(self) -> list[TokenChunk]:
         """The same, but the next step is launched before this one's result is asked for.
 
-        So the device never waits for the host, as long as scheduling takes less than a step. What
-        is not known then is guessed: that nobody ends who does not have to. A sequence that ends
-        all the same has computed a token in vain, which `Scheduler.update` drops.
+        So the device never waits for the host, as long as scheduling takes less than a step. That
+        nobody ends who does not have to is taken for granted: a sequence that ends all the same
+        has computed a token in vain, which `Scheduler.update` drops.
         """
-        step = self.scheduler.schedule()
-        out, self._out = self._out, (step, self.runner.launch(step)) if step.items else None
+        following = self.scheduler.schedule()
+        launched = (following, self.runner.launch(following)) if following.items else None
+        out, self._out = self._out, launched
         if out is None:
             return []
         step, pending = out

@@ -33,7 +33,9 @@ class Scheduler:
     sliding_window: a query at position i of a window layer sees keys i - sliding_window + 1 … i.
     max_num_tokens: of one sequence, prompt and answer together; the full pool holds as many.
     Not thread-safe: one caller. It launches each step before it schedules the next, and updates
-    with its output before it schedules the next but one.
+    with its output before it schedules the next but one. Steps run one after another in that order.
+    So pages and seats of which no later step has need are given away at once: a step that is out
+    may still read and write there, but whoever gets them writes later, and reads what it wrote.
     """
 
     def __init__(
@@ -174,11 +176,8 @@ class Scheduler:
         return [self._finish(sequence, reason, error=error) for sequence in [*self._open.values()]]
 
     def _make_room(self) -> None:
-        """Give back what no query of the next step or a later one can see.
-
-        A step that is out may still read and write these pages, and its place in
-        `last_token_ids`. But all steps run one after another, in the order of their launches, so
-        whoever gets a page or a seat from here on writes to it later.
+        """Give back what the next step and those behind it need no more: everything of those who
+        end with the token that is pending, of the others the pages that a window has left behind.
         """
         for sequence in [*self.running]:
             if sequence.num_tokens == sequence.num_prompt_tokens + sequence.max_tokens:

@@ -8,18 +8,16 @@ from typing import NamedTuple
 
 from gptoss_engine.types import GenerationRequest, SamplingParams, TokenLogprob
 
+NO_SEAT = -1
+
 
 class Status(Enum):
-    """ENDING: with the token that is pending the answer is complete, so that the sequence has left
-    the running ones already."""
+    """ENDING: the token that is pending is its last, so the sequence has left the running ones."""
 
     WAITING = "waiting"
     RUNNING = "running"
     ENDING = "ending"
     FINISHED = "finished"
-
-
-NO_SEAT = -1
 
 
 @dataclass(slots=True, eq=False)
@@ -145,7 +143,7 @@ class ScheduledItem(NamedTuple):
 
     @property
     def is_decode(self) -> bool:
-        """Whether one token at most is known beyond those in the cache, and computed."""
+        """Whether it is the one token of its sequence that was not in the cache."""
         return self.num_tokens == 1 and self.is_sampled
 
     @property
