@@ -5,6 +5,8 @@ import pytest
 from gptoss_backend.cli.bench.floors import Work, floor_ms, floors
 from gptoss_engine.checkpoints.random_checkpoint import RandomCheckpoint
 
+from ..conftest import Run
+
 LARGE = RandomCheckpoint("120b").config
 
 
@@ -49,3 +51,27 @@ def test_seen_keys_are_counted(new: int, context: int, window: int | None) -> No
     ]
     assert work.seen(window) == sum(map(len, seen))
     assert work.held(window) == len(set().union(*seen))
+
+
+def test_a_table_from_shapes_alone(gptoss: Run) -> None:
+    done = gptoss(
+        "bench", "floors", "120b", "--weights", "mxfp4", "--batches", "32", "--lengths", "8192"
+    )
+    assert done.code == 0, done.err
+    rows = [
+        [cell.strip() for cell in row.strip("│").split("│")]
+        for row in done.out.splitlines()
+        if row.startswith("│")
+    ]
+    assert [row[0] for row in rows] == [*floors(LARGE, Work(1, 1, 1, "fp8", "bf16")), "all"]
+    decode, prefill = (Work(32, 1, 8192, "mxfp4", "bf16"), Work(1, 8192, 8192, "mxfp4", "bf16"))
+    assert rows[-1][1:] == [f"{floor_ms(LARGE, work):.3f}" for work in (decode, prefill)]
+    assert rows[0][1].endswith("m")
+    assert rows[0][2].endswith("a")
+
+
+def test_bad_input_is_a_sentence(gptoss: Run) -> None:
+    assert gptoss("bench", "floors", "70b").err == (
+        "gptoss: size must be one of 20b, 120b, tiny, got '70b'\n"
+    )
+    assert gptoss("bench", "floors", "--weights", "int4").code == 2
