@@ -92,6 +92,7 @@ def fitted(
                 f"{config.max_num_seqs} sequences (max_num_seqs)"
             ) from error
 
+    torch.cuda.empty_cache()  # what was taken to load the weights
     counts = PageCounts(config.num_pages, config.num_window_pages)
     if not (counts.full and counts.window):
         built = built_with(TRIAL)

@@ -111,7 +111,9 @@ class Gpu:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, total: int, weights: int) -> None:
         self.total, self.free, self.weights = total, total - CONTEXT - weights, weights
         self.built: list[PageCounts] = []
-        self.kernels, self.step, self.graphs, self.left_over = 200 * MB, 700 * MB, 500 * MB, 0
+        self.kernels, self.step, self.graphs = 200 * MB, 700 * MB, 500 * MB
+        self.left_over = 900 * MB  # of loading
+        self.free -= self.left_over
         cuda = torch.cuda
         monkeypatch.setattr(cuda, "mem_get_info", lambda device: (self.free, self.total))
         monkeypatch.setattr(cuda, "synchronize", lambda device: None)

@@ -27,6 +27,7 @@ class FileLoader:
     """Reads for one device; any thread may call `load`. Made by `file_loader`."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._files: dict[Path, int] = {}
         self._stream = None
         if device.type == "cuda":
@@ -60,7 +61,7 @@ class FileLoader:
 
     def close(self) -> None:
         if self._stream is not None:
-            self._stream.synchronize()
+            torch.cuda.synchronize(self._device)
         for file in self._files.values():
             os.close(file)
 
