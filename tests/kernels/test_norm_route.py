@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gptoss_kernels import reference
-from gptoss_kernels.cuda.norm_route import MOST_TOGETHER, norm_route
+from gptoss_kernels.cuda.norm_route import most_together, norm_route
 
 from .emulator import EmulationError, emulated, replacing
 
@@ -168,7 +168,8 @@ def test_routing(
     assert bool(((out[2] - weights).abs() <= 2**-7 * weights).all())
     inputs = random_inputs(num_tokens, columns, num_experts)
     found = norm_route(*inputs[:2], EPS, *inputs[2:], num_chosen, together=together)
-    assert share_that_is_wrong(found, inputs) <= max(SHARE, 1 / num_tokens * (num_tokens > 20))
+    # One near tie may lie among any number of tokens.
+    assert share_that_is_wrong(found, inputs) <= max(SHARE, 1 / num_tokens)
 
 
 @gpu
@@ -186,11 +187,13 @@ def test_wrong_routing_exceeds_the_bound() -> None:
 
 @gpu
 def test_what_is_chosen_without_a_number_of_launches() -> None:
-    for num_tokens in (MOST_TOGETHER, MOST_TOGETHER + 1):
-        inputs = tying_inputs(num_tokens, 2880, 128)
-        expected = reference.norm_route(*inputs[:2], EPS, *inputs[2:], 4)
-        found = norm_route(*inputs[:2], EPS, *inputs[2:], 4)
-        assert torch.equal(found[1], expected[1])
+    for num_experts in (128, 32):
+        most = most_together(num_experts)
+        for num_tokens in (most, most + 1):
+            inputs = tying_inputs(num_tokens, 2880, num_experts)
+            expected = reference.norm_route(*inputs[:2], EPS, *inputs[2:], 4)
+            found = norm_route(*inputs[:2], EPS, *inputs[2:], 4)
+            assert torch.equal(found[1], expected[1])
     wide = tying_inputs(5, 4096, 200)
     expected = reference.norm_route(*wide[:2], EPS, *wide[2:], 8)
     assert torch.equal(norm_route(*wide[:2], EPS, *wide[2:], 8)[1], expected[1])

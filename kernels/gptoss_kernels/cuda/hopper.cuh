@@ -103,6 +103,16 @@ __device__ __forceinline__ void load_box_multicast(uint32_t destination, const T
 // For L2, as createpolicy encodes it: of what is read once, and makes room before anything else does.
 constexpr uint64_t EVICT_FIRST = 0x12F0000000000000;
 
+// Adjacent bytes that are read once, by the copy engine: a multiple of 16, as both addresses are.
+__device__ __forceinline__ void load_bytes_once(uint32_t destination, const void* source, int bytes,
+                                                uint32_t barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1], %2, [%3], %4;" ::"r"(destination),
+        "l"(source), "r"(bytes), "r"(barrier), "l"(EVICT_FIRST)
+        : "memory");
+}
+
 // 16 bytes that are read once, past L1; or zeros, and nothing is read. By the thread itself, sooner
 // or later.
 __device__ __forceinline__ void copy_async(uint32_t destination, const void* source,
@@ -268,10 +278,18 @@ __device__ __forceinline__ float high_bf16(uint32_t pair) {
     return __uint_as_float(pair & 0xFFFF0000);
 }
 
-// Not through the read-only cache: this kernel may write it later.
-__device__ __forceinline__ uint32_t load_global(const unsigned short* pointer) {
-    uint32_t pair;
-    asm volatile("ld.global.b32 %0, [%1];" : "=r"(pair) : "l"(pointer) : "memory");
+// Zero where it is not needed. Not through the read-only cache: this kernel may write it later.
+__device__ __forceinline__ uint32_t load_global(const unsigned short* pointer, bool is_needed) {
+    uint32_t pair = 0;
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, %2, 0;\n"
+        "@p ld.global.b32 %0, [%1];\n"
+        "}"
+        : "+r"(pair)
+        : "l"(pointer), "r"(int(is_needed))
+        : "memory");
     return pair;
 }
 

@@ -211,8 +211,8 @@ struct LinearMath : Math {
             if (lane == 0) request_residual(BOX + 1, row, column);
     }
 
-    // Each element is read before its thread passes it on: the neighbour that stores it may do so
-    // to the place that it was read from.
+    // As many as registers allow are under way at once. Each element is read before its thread passes
+    // it on: the neighbour that stores it may do so to the place that it was read from.
     __device__ __forceinline__ void add_from_registers(int row, int column) {
 #pragma unroll
         for (int wave = 0; wave < WAVES; ++wave) {
@@ -224,12 +224,19 @@ struct LinearMath : Math {
                 const unsigned short* residual =
                     linear.residual + first_column +
                     static_cast<long long>(out_row) * linear.residual_stride;
+                constexpr int PAIRS = BLOCK_N / 8, AT_ONCE = PAIRS <= 10 ? PAIRS : 4;
+                static_assert(PAIRS % AT_ONCE == 0);
 #pragma unroll
-                for (int i = 0; i < BLOCK_N / 8; ++i) {
-                    if (i * 8 < num_columns) {
-                        const uint32_t pair = load_global(residual + i * 8);
-                        promoted[wave][4 * i + half * 2] += low_bf16(pair);
-                        promoted[wave][4 * i + half * 2 + 1] += high_bf16(pair);
+                for (int base = 0; base < PAIRS; base += AT_ONCE) {
+                    uint32_t pairs[AT_ONCE];
+#pragma unroll
+                    for (int i = 0; i < AT_ONCE; ++i)
+                        pairs[i] = load_global(residual + (base + i) * 8,
+                                               (base + i) * 8 < num_columns);
+#pragma unroll
+                    for (int i = 0; i < AT_ONCE; ++i) {
+                        promoted[wave][4 * (base + i) + half * 2] += low_bf16(pairs[i]);
+                        promoted[wave][4 * (base + i) + half * 2 + 1] += high_bf16(pairs[i]);
                     }
                 }
             }

@@ -1,7 +1,7 @@
 """normed = rms_norm(hidden);  the K experts with the largest logits normed @ weight^T + bias
 
 And a softmax over those K logits, which are rounded to bf16 before; all between is in fp32. For few
-tokens it is one launch (norm_route.cu): clusters of blocks that hold the router in registers, 16
+tokens (some 200 of 128 experts, 1000 of 32) it is one launch (norm_route.cu): clusters of blocks that hold the router in registers, 16
 experts each. Bound by latency: 2 EH bytes of router are read while the kernel before still runs.
 For more it is rms_norm, the product by cuBLAS, and a choice (choose_experts.cu): 8TH bytes.
 """
@@ -20,8 +20,8 @@ from gptoss_kernels.cuda.rms_norm_fp8 import rms_norm
 from gptoss_kernels.cuda.rows import check_columns, check_num_chosen
 from gptoss_kernels.cuda.runtime import launch
 
-# Up to so many tokens the one launch was the fastest: see docs/LOG.md.
-MOST_TOGETHER = 1024
+# Of tiles one after the other, for which one launch was faster than three: see docs/LOG.md.
+_MOST_TURNS = 2
 _EXPERTS_A_BLOCK = 16
 _CHUNK = 32  # columns
 # Of a block, whose registers hold all columns of 16 experts and of 8 tokens. More spill.
@@ -65,7 +65,7 @@ def norm_route(
     inputs = (hidden, norm_weight, weight, bias)
     if together is None:
         fits = weight.shape[0] <= MAXIMUM_EXPERTS and hidden.shape[1] <= MAXIMUM_COLUMNS
-        together = fits and len(hidden) <= MOST_TOGETHER
+        together = fits and len(hidden) <= most_together(weight.shape[0])
     if together and len(hidden):
         launch(
             ("norm_route", eps, num_chosen),
@@ -87,6 +87,11 @@ def norm_route(
     return out
 
 
+def most_together(num_experts: int) -> int:
+    """Tokens up to which one launch is chosen: as on an H200, which has 132 multiprocessors."""
+    return RouteTile(0, num_experts, 0).clusters(132) * _TILE * _MOST_TURNS
+
+
 @dataclass(frozen=True)
 class RouteTile:
     """A cluster of `blocks` blocks for E experts, and K columns in parts of 32: `chunks` a warp."""
@@ -99,6 +104,10 @@ class RouteTile:
     def blocks(self) -> int:
         """A power of two, as a tile's tokens are divided among them."""
         return 1 << (-(-self.num_experts // _EXPERTS_A_BLOCK) - 1).bit_length()
+
+    def clusters(self, num_blocks: int) -> int:
+        """As many as are at work at once: those of 8 do not fill every part of the GPU."""
+        return max(1, num_blocks // (self.blocks * 11 // 8))
 
     @property
     def chunks(self) -> int:
@@ -189,10 +198,9 @@ def _prepare(num_chosen: int, eps: float, *tensors: Tensor) -> runtime.Launch:
     tile = RouteTile(hidden.shape[1], len(weight), num_chosen)
     device = hidden.device.index
     num_blocks = torch.cuda.get_device_properties(device).multi_processor_count
-    num_clusters = min(-(-len(hidden) // _TILE), max(1, num_blocks // tile.blocks))
     return runtime.Launch(
         runtime.load(tile.spec, device),
-        grid=num_clusters * tile.blocks,
+        grid=min(-(-len(hidden) // _TILE), tile.clusters(num_blocks)) * tile.blocks,
         threads=32 * tile.warps,
         arguments=(
             _Arguments(
