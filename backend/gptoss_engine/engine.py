@@ -211,7 +211,7 @@ class Engine:
             return expired + (self._overlapped_step() if self.is_overlapped else self._plain_step())
         except Exception as error:
             log.exception("a step failed: the engine is broken")
-            self.failure = f"the engine failed: {type(error).__name__}: {error}"
+            self.failure = f"the engine failed: {_said(error)}"
             self._out = None  # A broken device may never answer.
             return expired + self.scheduler.finish_all("error", self.failure)
 
@@ -385,7 +385,7 @@ class EngineLoop:
             self._deliver(self._engine.step())  # Waits for the step that is out.
         except Exception as error:
             log.exception("the engine loop failed")
-            self._engine.failure = f"the engine loop failed: {type(error).__name__}: {error}"
+            self._engine.failure = f"the engine loop failed: {_said(error)}"
         finally:
             self._close()
 
@@ -451,6 +451,11 @@ class EngineLoop:
 def load_engine_loop(config: EngineConfig) -> EngineLoop:
     """The whole engine for a configuration: weights loaded, cache allocated, thread running."""
     return EngineLoop(Engine(config, load_runner(config)))
+
+
+def _said(error: Exception) -> str:
+    """Its type and the first line of its message: what CUDA adds to an error is for the log."""
+    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
 
 
 def _duplicate(generation_id: str) -> str:

@@ -483,6 +483,26 @@ def test_a_failed_step_ends_everybody_and_the_engine() -> None:
     assert stats.num_finished == {"abort": 1, "error": 3}
 
 
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ("CUDA error: no\nFor debugging\n", "RuntimeError: CUDA error: no"),
+        ("", "RuntimeError"),
+        ("\n two\nlines", "RuntimeError: two"),
+    ],
+)
+def test_a_failure_is_told_by_its_first_line(
+    make_engine: MakeEngine, message: str, told: str
+) -> None:
+    def fail(step: ScheduledStep) -> None:
+        raise RuntimeError(message)
+
+    engine = make_engine(FakeRunner(on_run=fail))
+    engine.add(request("a"))
+    (chunk,) = run_to_end(engine)
+    assert chunk.error == engine.failure == f"the engine failed: {told}"
+
+
 @pytest.mark.parametrize("fails_at", ["launch", "result"])
 def test_a_step_that_fails_while_another_is_out_ends_everybody(fails_at: str) -> None:
     asked: list[int] = []
