@@ -64,9 +64,9 @@ def load_weights(
     weights for a GPU are made on it, and are other ones than a CPU's: see generated.py.
 
     dtype: of dense weights and their biases. beside: what else has to fit into the memory, in
-    bytes by what it is. Raises InvalidConfig where the source has no such
-    weights, the memory is too small or the ranks do not divide the model; blocks that FP8
-    cannot hold exactly are counted in a warning. Raises InvalidCheckpoint at a damaged tensor.
+    bytes by what it is. Raises InvalidConfig where the source has no such weights, the memory is
+    too small or the ranks do not divide the model; blocks that FP8 cannot hold exactly are counted
+    in a warning. Raises InvalidCheckpoint at a damaged tensor.
     """
     plan = _Plan(source, mode, dtype, rank)
     plan.check_memory(device, beside)
@@ -259,12 +259,12 @@ def _load(source: TensorSource, files: FileLoader, job: _Job) -> Tensor | None:
     """One job, from the source into its place; which of the blocks it read are not exact."""
     if _is_read_as_it_lies(source, files, job):
         return None
-    cuts, read = _cuts(job), _read(source, job)
+    cuts, covers = _cuts(job), _covers(source, job)
     kept = tuple(
         slice(cut.start - cover.start, cut.stop - cover.start)
-        for cut, cover in zip(cuts, read, strict=True)
+        for cut, cover in zip(cuts, covers, strict=True)
     )
-    stored = _on(_device(job.destination), source.read(job.name, job.expert, *read))
+    stored = _on(_device(job.destination), source.read(job.name, job.expert, *covers))
     try:
         weight, inexact = _converted(stored, job)
     except ValueError as error:  # a number that is none
@@ -308,7 +308,7 @@ def _cuts(job: _Job) -> tuple[slice, ...]:
     return (job.rows,) if job.columns is None else (job.rows, job.columns)
 
 
-def _read(source: TensorSource, job: _Job) -> list[slice]:
+def _covers(source: TensorSource, job: _Job) -> list[slice]:
     """Blocks are read whole, so that a part has the scales of the whole, and then cut."""
     cuts = _cuts(job)
     whole = source.shapes[job.name][-len(cuts) :]
@@ -324,7 +324,7 @@ def _names(source: TensorSource, inexact: list[tuple[_Job, Tensor]]) -> list[str
     for (job, blocks), here in zip(
         inexact, flat.split([blocks.numel() for _, blocks in inexact]), strict=True
     ):
-        first = [cover.start // BLOCK for cover in _read(source, job)]
+        first = [cover.start // BLOCK for cover in _covers(source, job)]
         names += [
             f"{job.name} of expert {job.expert} ({first[0] + row}, {first[1] + column})"
             for row, column in here.view(blocks.shape).nonzero().tolist()

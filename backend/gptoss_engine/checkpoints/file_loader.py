@@ -52,12 +52,14 @@ class FileLoader:
         for first in range(0, len(place), _BUFFER_BYTES):
             piece = place[first : first + _BUFFER_BYTES]
             buffer, was_copied = self._free.get()
-            was_copied.synchronize()
-            self._read(extent.path, extent.offset + first, buffer[: len(piece)])
-            with torch.cuda.stream(self._stream):
-                piece.copy_(buffer[: len(piece)], non_blocking=True)
-                was_copied.record()
-            self._free.put((buffer, was_copied))
+            try:
+                was_copied.synchronize()
+                self._read(extent.path, extent.offset + first, buffer[: len(piece)])
+                with torch.cuda.stream(self._stream):
+                    piece.copy_(buffer[: len(piece)], non_blocking=True)
+                    was_copied.record()
+            finally:
+                self._free.put((buffer, was_copied))
 
     def close(self) -> None:
         if self._stream is not None:
