@@ -1,6 +1,7 @@
 """Files read into the places of weights: the same as any other way, and damage is named."""
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,55 @@ def test_more_than_a_buffer_comes_in_pieces(
     with (tmp_path / "x.safetensors").open("rb") as file:
         file.seek(extent[7].offset)
         assert file.read(extent[7].num_bytes) == stored[7].numpy().tobytes()
+
+
+class Fake:
+    """CUDA's streams and events, for whom all is done at once."""
+
+    def __init__(self, *_: object) -> None:
+        self.num_waited = self.num_recorded = 0
+
+    def wait_stream(self, _: object) -> None: ...
+
+    def record(self) -> None:
+        self.num_recorded += 1
+
+    def synchronize(self) -> None:
+        self.num_waited += 1
+
+
+@pytest.mark.timeout(30)
+def test_buffers_are_waited_for_and_come_back_from_reads_that_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The way to a GPU, without one."""
+    stored = torch.randint(0, 256, (1000,), dtype=torch.uint8)
+    (tmp_path / "x").write_bytes(stored.numpy().tobytes())
+    empty = torch.empty
+    monkeypatch.setattr(
+        torch, "empty", lambda *size, pin_memory=False, **kind: empty(*size, **kind)
+    )
+    for name in ("Stream", "Event"):
+        monkeypatch.setattr(torch.cuda, name, Fake)
+    monkeypatch.setattr(torch.cuda, "current_stream", Fake)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(file_loader, "num_workers", lambda: 1)
+    monkeypatch.setattr(file_loader, "_BUFFER_BYTES", 300)
+    files = FileLoader(torch.device("cuda"))
+    buffers: list[Any] = [files._free.get() for _ in range(2)]
+    events: list[Fake] = [event for _, event in buffers]
+    for buffer in buffers:
+        files._free.put(buffer)
+    for _ in range(3):
+        with pytest.raises(InvalidCheckpoint, match="x is damaged: it ends 100 bytes too early"):
+            files.load(Extent(tmp_path / "x", 900, torch.uint8, (200,)), stored.new_empty(200))
+    assert [(each.num_waited, each.num_recorded) for each in events] == [(2, 0), (1, 0)]
+    place = torch.zeros_like(stored)
+    files.load(Extent(tmp_path / "x", 0, torch.uint8, (1000,)), place)
+    files.close()
+    assert torch.equal(place, stored)
+    assert [(each.num_waited, each.num_recorded) for each in events] == [(4, 2), (3, 2)]
 
 
 def test_extents_are_of_the_whole_tensor(folder: Path):
