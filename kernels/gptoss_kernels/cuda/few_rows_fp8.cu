@@ -64,17 +64,7 @@ struct Arguments {
 __device__ __align__(16) float scratch[SWIGLU ? MAXIMUM_VALUES : 1];  // read by fours
 __device__ unsigned int arrived[SWIGLU ? MAXIMUM_GROUPS : 1];
 
-// ---- instructions that no other kernel has ----------------------------------------------------
-
-// Of what is read once.
-__device__ __forceinline__ void load_bytes_once(uint32_t destination, const void* source, int bytes,
-                                                uint32_t barrier) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-        " [%0], [%1], %2, [%3], %4;" ::"r"(destination),
-        "l"(source), "r"(bytes), "r"(barrier), "l"(EVICT_FIRST)
-        : "memory");
-}
+// ---- an instruction that no other kernel has -------------------------------------------------
 
 __device__ __forceinline__ void prefetch_line(const void* source) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(source) : "memory");
