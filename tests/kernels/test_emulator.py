@@ -25,6 +25,7 @@ from gptoss_kernels.cuda.dispatch_fp8 import dispatch_fp8
 from gptoss_kernels.cuda.grouped_linear_fp8 import grouped_linear_fp8
 from gptoss_kernels.cuda.grouped_swiglu_fp8 import grouped_swiglu_fp8
 from gptoss_kernels.cuda.linear_fp8 import LinearTile, linear_fp8
+from gptoss_kernels.cuda.linear_fp8_few import FewTile
 from gptoss_kernels.cuda.quantise import quantise
 from gptoss_kernels.cuda.rms_norm_fp8 import rms_norm_fp8
 from gptoss_kernels.cuda.rows import RowLayout
@@ -66,18 +67,21 @@ def rms_norm_error(seed: int, change: Change = None) -> float:
 
 
 def linear_error(
-    tile: LinearTile, seed: int, change: Change = None, *, has_residual: bool = True
+    tile: LinearTile | FewTile, seed: int, change: Change = None, *, has_residual: bool = True
 ) -> float:
-    m, n, k = 2 * tile.rows + 5, 136, 5 * 128 + 16
+    """Where the kernel before it writes what may change until the last moment, but for one seed."""
+    is_few = isinstance(tile, FewTile)
+    m, n, k = (tile.tokens - 1, 136, tile.k) if is_few else (2 * tile.rows + 5, 136, 5 * 128 + 16)
     x, x_scale = quantised(normal(m, k))
-    weight, weight_scale = normal(n, k).to(torch.float8_e4m3fn), normal(2, 6).exp()
+    weight, weight_scale = normal(n, k).to(torch.float8_e4m3fn), normal(2, -(-k // 128)).exp()
     bias, residual = normal(n) * 30, normal(m, n).bfloat16() * 30 if has_residual else None
     exact_product = (x.double() * spread(x_scale, k)) @ (
         weight.double() * spread(weight_scale, k).repeat_interleave(128, 0)[:n]
     ).t()
     expected = exact_product + bias + (0 if residual is None else residual.double())
     out = torch.full((m, n), torch.nan, dtype=torch.bfloat16)
-    with emulated(seed, change=change, num_multiprocessors=2):
+    late = [x, x_scale, *([] if residual is None else [residual])] if seed else []
+    with emulated(seed, change=change, num_multiprocessors=2, late=late):
         linear_fp8(x, x_scale, weight, weight_scale, bias, residual=residual, out=out, tile=tile)
     return norm_error(out, expected)
 
@@ -112,6 +116,8 @@ ODD_RING = LinearTile(192, m_groups=1, k_groups=2)  # a slot is each warpgroup's
 BOXES = LinearTile(128, m_groups=1, waves=2, stores_boxes=True)
 SHARED_X = LinearTile(64, m_groups=1, stores_boxes=True, cluster_n=2)
 SHARED_WEIGHT = LinearTile(64, m_groups=1, stores_boxes=True, cluster_m=2)
+# Of the second a warp has two blocks of K; a block has rows of two of the weight's scales.
+FEW_ROWS, FEW_LONG_ROWS = FewTile(656, 40), FewTile(2128, 24, tokens=16)
 FEW, MANY = (1, 0, 9, 2), (70, 0, 9, 20)
 DECODES, PREFILLS = [(1500, 1), (64, 1), (700, 3)], [(300, 200), (129, 9), (330, 150)]
 
@@ -173,8 +179,12 @@ def test_dispatch(launches: Literal[1, 3, 4], seed: int) -> None:
 
 
 @SEEDS
-@pytest.mark.parametrize("tile", [NARROW, ODD_RING, BOXES, SHARED_X, SHARED_WEIGHT], ids=str)
-def test_linear(tile: LinearTile, seed: int) -> None:
+@pytest.mark.parametrize(
+    "tile",
+    [NARROW, ODD_RING, BOXES, SHARED_X, SHARED_WEIGHT, FEW_ROWS, FEW_LONG_ROWS],
+    ids=str,
+)
+def test_linear(tile: LinearTile | FewTile, seed: int) -> None:
     assert linear_error(tile, seed, has_residual=seed != 1) < BOUND
 
 
@@ -193,6 +203,8 @@ def test_grouped(rows: tuple[int, ...], swiglu: bool, seed: int) -> None:
 
 # ---- kernels that are wrong --------------------------------------------------------------------
 
+WAIT = "    wait_for_previous_kernels();\n"
+FEW_ROWS_RESIDUAL = "    if constexpr (HAS_RESIDUAL) output.load_residual(arguments, first);\n"
 # Of eight seeds one must see it; most are seen by each of them.
 MUTANTS = {
     "a slot is read before it is full": (
@@ -293,6 +305,36 @@ MUTANTS = {
         "        __syncwarp();\n        cluster_sync();\n",
         "",
     ),
+    "a tile of few rows' weight is read before it is there": (
+        lambda *given: linear_error(FEW_ROWS, *given),
+        "        barrier_wait(shared + FULL_OFFSET + tile * 8, 0);\n",
+        "",
+    ),
+    "few rows' barriers are waited for before they are initialised": (
+        lambda *given: linear_error(FEW_ROWS, *given),
+        "    __syncthreads();  // the barriers are initialised\n",
+        "",
+    ),
+    "few rows' sums are added up before all warps left theirs": (
+        lambda *given: linear_error(FEW_ROWS, *given),
+        "    __syncthreads();\n    output.store",
+        "    output.store",
+    ),
+    "few rows' residual is read before the kernel before has ended": (
+        lambda *given: linear_error(FEW_ROWS, *given),
+        f"{WAIT}    allow_next_kernel();\n{FEW_ROWS_RESIDUAL}",
+        f"{FEW_ROWS_RESIDUAL}{WAIT}    allow_next_kernel();\n",
+    ),
+    "few rows of x are read before the kernel before has ended": (
+        lambda *given: linear_error(FEW_ROWS, *given),
+        WAIT,
+        "",
+    ),
+    "lower rows of a tile take the upper rows' scale": (
+        lambda *given: linear_error(FEW_ROWS, *given),
+        "(first + tile * TILE + UNIT) / 128 != block",
+        "(first + tile * TILE) / 128 != block",
+    ),
     "sums of a row are read before all warps wrote theirs": (
         rms_norm_error,
         "        __syncthreads();\n",
@@ -355,7 +397,6 @@ def test_a_change_that_changes_nothing_is_not_taken_for_a_wrong_kernel() -> None
         rms_norm_error(0, replacing("no such line"))
 
 
-WAIT = "    wait_for_previous_kernels();\n"
 LOAD = "    x.load(arguments.x + row * arguments.x_stride, arguments.columns, place);\n"
 
 

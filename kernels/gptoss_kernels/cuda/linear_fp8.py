@@ -2,7 +2,8 @@
 
 FP8 (e4m3) in, bf16 out, sums in fp32, scales per 1 x 128 of `x` and per 128 x 128 of `weight`.
 2MNK operations over MK + NK + 2MN bytes: bound by the tensor cores above some 300 rows, by reading
-the weights below. The kernel is linear_fp8.cu; here are its contract, and the choice of tile.
+the weights below. The kernel is linear_fp8.cu, of few rows linear_fp8_few.cu; here are their
+contract, and the choice of tile.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor
 
 from gptoss_kernels import contracts
-from gptoss_kernels.cuda import runtime
+from gptoss_kernels.cuda import linear_fp8_few, runtime
 from gptoss_kernels.cuda.gemm_fp8 import Arguments, Tile, kernel, launch
+from gptoss_kernels.cuda.linear_fp8_few import FewTile
 from gptoss_kernels.fp8 import BLOCK
 
 
@@ -28,7 +30,7 @@ def linear_fp8(
     *,
     residual: Tensor | None = None,
     out: Tensor | None = None,
-    tile: LinearTile | None = None,
+    tile: LinearTile | FewTile | None = None,
 ) -> Tensor:
     """The product in bf16 [M, N], written to `out` if it is given.
 
@@ -154,13 +156,16 @@ def _prepare(
     bias: Tensor | None,
     residual: Tensor | None,
     out: Tensor,
-    tile: LinearTile | None,
+    tile: LinearTile | FewTile | None,
 ) -> runtime.Launch:
     _check(x, x_scale, weight, weight_scale, bias, residual, out)
     (m, k), n = x.shape, weight.shape[0]
     device = x.device.index
     num_blocks = torch.cuda.get_device_properties(device).multi_processor_count
     tile = tile or choose_tile(m, n, k, num_blocks)
+    if isinstance(tile, FewTile):
+        tile = replace(tile, has_residual=residual is not None)
+        return linear_fp8_few.prepare(tile, x, x_scale, weight, weight_scale, bias, residual, out)
     if k <= BLOCK * (tile.k_groups - 1):
         raise ValueError(f"{tile} needs {tile.k_groups} blocks of {BLOCK} along K, got K={k}")
     tile = replace(tile, has_residual=residual is not None)
