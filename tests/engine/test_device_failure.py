@@ -35,7 +35,8 @@ def test_a_cuda_error_ends_all_generations_as_data(error: Exception, fails_at: s
         finals = [client.final() for client in clients]
         assert {final.finish_reason for final in finals} == {"error"}
         (sentence,) = {final.error for final in finals}
-        assert str(error).splitlines()[0] in sentence
+        first_line = str(error).splitlines()[0]
+        assert sentence == f"the engine failed: {type(error).__name__}: {first_line}"
         assert not any(client.has_more for client in clients)
         assert loop.is_broken
         with pytest.raises(Unavailable, match="the engine failed"):

@@ -29,8 +29,11 @@ def test_derived_counts_serve_all_sequences_and_no_more():
     assert PageCounts.derive(short, MODEL, torch.float32) == PageCounts(full=4, window=4)
 
 
+@pytest.mark.parametrize("is_asynchronous", [False, True])
 @pytest.mark.parametrize(("page_size", "sliding_window"), [(4, 4), (4, 7), (1, 4), (8, 4)])
-def test_derived_window_pages_never_run_short(page_size: int, sliding_window: int):
+def test_derived_window_pages_never_run_short(
+    page_size: int, sliding_window: int, is_asynchronous: bool
+):
     """All sequences in step with each other, so that all windows cross a page's border at once."""
     config = EngineConfig(
         page_size=page_size, max_num_seqs=32, max_num_batched_tokens=32, max_model_len=64
@@ -41,6 +44,7 @@ def test_derived_window_pages_never_run_short(page_size: int, sliding_window: in
         num_pages=32 * 64 // page_size,
         num_window_pages=window_pages(config, model),
         sliding_window=sliding_window,
+        is_asynchronous=is_asynchronous,
     )
     engine = Engine(config, runner)
     for index in range(32):
