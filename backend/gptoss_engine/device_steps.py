@@ -8,6 +8,7 @@ memory that is there from the start but for what the operators take from PyTorch
 
 import logging
 import time
+from bisect import bisect_left
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +32,7 @@ from gptoss_engine.types import (
 )
 from gptoss_kernels.ops import (
     MAXIMUM_DECODE_QUERIES,
+    MAXIMUM_SEQUENCES,
     Decodes,
     Operators,
     SamplingRows,
@@ -42,6 +44,7 @@ log = logging.getLogger(__name__)
 # Of a graph, for each of its rows: a token id, and a page of each group; stop tokens that are
 # masked. A step that brings more runs without a graph.
 _WORDS, _MASKED = 3, 16
+FILLERS = 16  # rows behind decodes: sizes of graphs are no further apart
 
 
 class Sent(NamedTuple):
@@ -109,7 +112,10 @@ class DeviceSteps:
         self._window = torch.zeros_like(self._full)
         # The last one is nobody's: for what is not to be kept.
         self._last_token_ids = torch.zeros(seats + 1, dtype=torch.int64, device=device)
-        self._room = StepTensors.empty(config.max_num_batched_tokens, seats, columns, device)
+        self._sizes = graph_sizes(seats)
+        self._room = StepTensors.empty(
+            config.max_num_batched_tokens + FILLERS, most_sequences(seats), columns, device
+        )
         # Whatever lies in a column that no row sees is a page: the reference reads these, too.
         self._room.full_tables.zero_()
         self._room.window_tables.zero_()
@@ -125,35 +131,54 @@ class DeviceSteps:
 
     @torch.inference_mode()
     def launch(self, step: ScheduledStep) -> Launched:
-        """Enqueue the step, and the copy of its tokens to the host."""
-        staged = StagedStep.build(step, self._known)
+        """Enqueue the step, and the copy of its tokens to the host.
+
+        Filled up, so that few numbers of sequences and rows occur: of decodes to those of a graph,
+        behind them to those whose launches the operators have prepared before.
+        """
+        decodes = leading_decodes([item.num_slots for item in step.items])
+        num_first, num_prefills = decodes.num_sequences, len(step.items) - decodes.num_sequences
+        num_decodes, num_sequences = filled_sequences(self._sizes, num_first, num_prefills)
+        spare = num_decodes - num_first
+        staged = StagedStep.build(step, self._known, num_first, spare)
         sampling = _sampling(step, self._model.config.vocab_size)
-        size = self._graph_size(step, staged, sampling)
-        if size is None:
-            outputs, rows = self._run(step, staged, sampling)
+        is_small = (
+            len(staged.words) <= _WORDS * num_decodes
+            and len(sampling.masked_ids) <= _MASKED * num_decodes
+        )
+        if (
+            self._graphs
+            and is_small
+            and len(step.items) == sampling.num_rows == decodes.num_queries
+        ):
+            outputs, rows = self._replay(num_decodes, step, staged, sampling)
         else:
-            outputs, rows = self._replay(size, step, staged, sampling)
+            most = self._config.max_num_batched_tokens
+            num_rows = filled_rows(staged.num_rows, most) if num_prefills else staged.num_rows
+            if num_sequences > staged.num_sequences:
+                staged = staged.filled(num_sequences, num_rows)
+            sent = self._read(
+                self._send(staged.arrays(), sampling, *self._due(step, num_first, spare))
+            )
+            decodes = Decodes(num_decodes, decodes.num_queries + spare, decodes.max_queries)
+            outputs, rows = self._compute(sent, staged.num_rows, decodes), sent.sampling
         return Launched(step, self._sampler.fetch(*outputs, rows, sampling))
 
     # ---- any step ------------------------------------------------------------------------------
 
-    def _run(
-        self, step: ScheduledStep, staged: StagedStep, sampling: Sampling
-    ) -> tuple[Outputs, SamplingRows]:
-        decodes = leading_decodes([item.num_slots for item in step.items])
-        sent = self._read(self._send(staged, sampling, *self._due(step)))
-        return self._compute(sent, staged.num_rows, decodes), sent.sampling
-
-    def _due(self, step: ScheduledStep) -> tuple[np.ndarray, np.ndarray]:
+    def _due(
+        self, step: ScheduledStep, num_first: int, num_fillers: int
+    ) -> tuple[np.ndarray, np.ndarray]:
         """The rows after which a token is due, and the seats that keep these tokens: int64 [S].
 
-        What follows a guess is kept nowhere: nobody knows yet which is the last.
+        The fillers' rows lie behind the first items. What follows a guess is kept nowhere: nobody
+        knows yet which is the last.
         """
         rows: list[int] = []
         seats: list[int] = []
         end = 0
-        for item in step.items:
-            end += item.num_slots
+        for index, item in enumerate(step.items):
+            end += item.num_slots + (num_fillers if index == num_first else 0)
             if item.is_sampled:
                 num_due = 1 + len(item.draft_token_ids)
                 rows.extend(range(end - num_due, end))
@@ -184,10 +209,14 @@ class DeviceSteps:
         return Outputs(token_ids, logits)
 
     def _send(
-        self, staged: StagedStep, sampling: Sampling, rows: np.ndarray, seats: np.ndarray
+        self,
+        arrays: tuple[np.ndarray, np.ndarray],
+        sampling: Sampling,
+        rows: np.ndarray,
+        seats: np.ndarray,
     ) -> tuple[Part, ...]:
         """Of how many tokens are masked depends nothing that lies before."""
-        others = (*sampling._replace(masked_ids=rows), seats, *staged.arrays)
+        others = (*sampling._replace(masked_ids=rows), seats, *arrays)
         return self._staging.send((*others, sampling.masked_ids))
 
     def _read(self, parts: tuple[Part, ...]) -> Sent:
@@ -203,34 +232,21 @@ class DeviceSteps:
 
     # ---- decodes as graphs ---------------------------------------------------------------------
 
-    def _graph_size(
-        self, step: ScheduledStep, staged: StagedStep, sampling: Sampling
-    ) -> int | None:
-        """Of the graph that has room for the step; None if there is none."""
-        if self._graphs is None or not len(step.items) == sampling.num_rows == staged.num_rows:
-            return None
-        size = self._graphs.size_for(staged.num_rows)
-        if size is None:
-            return None
-        is_small = len(staged.words) <= _WORDS * size and len(sampling.masked_ids) <= _MASKED * size
-        return size if is_small else None
-
     def _replay(
         self, size: int, step: ScheduledStep, staged: StagedStep, sampling: Sampling
     ) -> tuple[Outputs, SamplingRows]:
         assert self._graphs is not None
-        seats = [item.seat for item in step.items]
-        parts = self._send_filled(size, staged, sampling, seats)
+        parts = self._send_decodes(size, staged, sampling, [item.seat for item in step.items])
         assert parts[:-1] == self._graph_parts[size][:-1], "a graph reads at fixed addresses"
         return self._graphs.replay(size), self._graph_inputs[size].sampling
 
-    def _send_filled(
+    def _send_decodes(
         self, size: int, staged: StagedStep, sampling: Sampling, seats: list[int]
     ) -> tuple[Part, ...]:
         """As a graph of so many rows reads it."""
         nobody = [self._config.max_num_seqs] * (size - len(seats))
         return self._send(
-            staged.filled(size, _WORDS * size + 1),
+            staged.arrays(_WORDS * size),
             _filled(sampling, size),
             np.arange(size),
             np.array(seats + nobody, dtype=np.int64),
@@ -241,9 +257,9 @@ class DeviceSteps:
         if size not in self._graph_inputs:  # But not while it is captured: see DecodeGraphs.
             nothing = ScheduledStep(())
             sampling = _sampling(nothing, self._model.config.vocab_size)
-            parts = self._send_filled(
+            parts = self._send_decodes(
                 size,
-                StagedStep.build(nothing, self._known),
+                StagedStep.build(nothing, self._known, 0, size),
                 sampling._replace(masked_ids=np.zeros(_MASKED * size, dtype=np.int32)),
                 [],
             )
@@ -261,11 +277,11 @@ class DeviceSteps:
         config = self._config
         graphs = None
         if self._capture is not None:
-            started, sizes = time.monotonic(), graph_sizes(config.max_num_seqs)
-            graphs = DecodeGraphs(self._decode, sizes, self._capture)
+            started = time.monotonic()
+            graphs = DecodeGraphs(self._decode, self._sizes, self._capture)
             log.info(
                 "captured %d CUDA graphs of decodes, up to %d rows, in %.1f s",
-                *(len(sizes), sizes[-1], time.monotonic() - started),
+                *(len(self._sizes), self._sizes[-1], time.monotonic() - started),
             )
         # Behind the captures, which empty the pool; and decodes, too, without a graph.
         started = time.monotonic()
@@ -300,6 +316,36 @@ class DeviceSteps:
             made.seat = seat
             items.append(ScheduledItem.of(made, count))
         return ScheduledStep(tuple(items))
+
+
+def most_sequences(most_seqs: int) -> int:
+    """That filled_sequences gives."""
+    return min(2 * most_seqs + FILLERS, MAXIMUM_SEQUENCES)
+
+
+def filled_sequences(
+    sizes: tuple[int, ...], num_decodes: int, num_prefills: int
+) -> tuple[int, int]:
+    """How many sequences are called decodes, and how many there are in all, when filled up.
+
+    Prefills to a power of two, with one at least for the rows that are missing. Where that is more
+    than attention takes, nothing is filled up.
+    """
+    decodes = sizes[bisect_left(sizes, num_decodes)] if num_decodes else 0
+    prefills = 2 ** num_prefills.bit_length() if num_prefills else 0
+    if decodes + prefills > MAXIMUM_SEQUENCES:
+        return num_decodes, num_decodes + num_prefills
+    return decodes, decodes + prefills
+
+
+def filled_rows(num_rows: int, most: int) -> int:
+    """Of a step of at most `most` rows and FILLERS, filled up by a sixteenth at the most.
+
+    But to a multiple of 16. In a step that is filled to the brim the fillers are not more.
+    """
+    step = max(16, 2 ** max(num_rows - 1, 1).bit_length() // 32)
+    rows = -(-num_rows // step) * step
+    return rows if rows <= most else most + FILLERS if num_rows > most else most
 
 
 def warm_up_steps(most_rows: int, most_seqs: int, max_model_len: int) -> list[tuple[int, ...]]:

@@ -147,12 +147,16 @@ class StagedStep:
     num_rows: int
 
     @classmethod
-    def build(cls, step: ScheduledStep, known: KnownPages) -> "StagedStep":
-        """From now on the device knows the pages of the step."""
+    def build(
+        cls, step: ScheduledStep, known: KnownPages, num_first: int = 0, num_fillers: int = 0
+    ) -> "StagedStep":
+        """With fillers of one row behind the first items. The device knows the step's pages now."""
         known.forget(step.preempted)
         items, words = array("i"), array("i")
         row = 0
-        for item in step.items:
+        for index, item in enumerate(step.items):
+            if index == num_first:
+                row = _fill(items, row, (1,) * num_fillers)
             begin, num_slots = len(words), item.num_slots
             if item.is_pending:
                 assert num_slots == 1
@@ -169,20 +173,30 @@ class StagedStep:
                 words.extend(new.full)
                 words.extend(new.window)
             row += num_slots
-        return cls(items, words, len(step.items), row)
+        if num_first == len(step.items):
+            row = _fill(items, row, (1,) * num_fillers)
+        return cls(items, words, len(step.items) + num_fillers, row)
 
-    def filled(self, num_sequences: int, num_words: int) -> "StagedStep":
-        """As long as that, by sequences of one row that is none: they all read the last word."""
-        assert len(self.words) < num_words
+    def filled(self, num_sequences: int, num_rows: int) -> "StagedStep":
+        """As many, the last of which has all rows that are missing."""
+        spare = num_sequences - self.num_sequences
+        if not spare:
+            assert num_rows == self.num_rows
+            return self
         items = self.items[:]
-        for index in range(num_sequences - self.num_sequences):
-            items.extend(StepItem(NO_SEAT, 0, self.num_rows + index, 1, num_words - 1))
-        words = self.words + array("i", [PENDING]) * (num_words - len(self.words))
-        num_rows = self.num_rows + num_sequences - self.num_sequences
-        return StagedStep(items, words, num_sequences, num_rows)
+        _fill(items, self.num_rows, (*(0,) * (spare - 1), num_rows - self.num_rows))
+        return StagedStep(items, self.words, num_sequences, num_rows)
 
-    @property
-    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """items [B, 9] and words [W] int32."""
-        items, words = (np.frombuffer(each, dtype=np.int32) for each in (self.items, self.words))
-        return items.reshape(-1, len(StepItem._fields)), words
+    def arrays(self, num_words: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """items [B, 9] and words [W] int32, at least so many words."""
+        words = self.words + array("i", bytes(4 * max(num_words - len(self.words), 0)))
+        items = np.frombuffer(self.items, dtype=np.int32).reshape(-1, len(StepItem._fields))
+        return items, np.frombuffer(words, dtype=np.int32)
+
+
+def _fill(items: "array[int]", row: int, counts: tuple[int, ...]) -> int:
+    """Sequences of so many rows that are none, from that row on; the row behind them."""
+    for count in counts:
+        items.extend(StepItem(NO_SEAT, 0, row, count, 0))
+        row += count
+    return row

@@ -14,11 +14,13 @@ from torch import Tensor
 from gptoss_kernels import contracts, reference
 from gptoss_kernels.contracts import (
     MAXIMUM_DECODE_QUERIES,
+    MAXIMUM_SEQUENCES,
     NO_DECODES,
     Decodes,
     Dispatched,
     LibraryError,
     Mixture,
+    Routed,
     SamplingRows,
 )
 from gptoss_kernels.fp8 import BLOCK, SWIGLU_GROUP, Fp8Weight
@@ -50,6 +52,7 @@ __all__ = [
     "GROUPS_OF_HEADS",
     "HEAD_DIM",
     "MAXIMUM_DECODE_QUERIES",
+    "MAXIMUM_SEQUENCES",
     "NO_SEAT",
     "PAGE_SIZES",
     "PENDING",
@@ -64,6 +67,7 @@ __all__ = [
     "Mixture",
     "Mxfp4Weight",
     "Operators",
+    "Routed",
     "SamplingRows",
     "StepItem",
     "StepTensors",
@@ -139,7 +143,7 @@ class CommonOperators(Protocol):
         weight: Tensor,
         bias: Tensor,
         num_chosen: int,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+    ) -> Routed: ...
 
     def select_rows(self, hidden: Tensor, rows: Tensor) -> Tensor: ...
 
@@ -210,6 +214,7 @@ class Operators(CommonOperators, AttentionOperators, Protocol):
         *,
         swiglu_alpha: float,
         swiglu_limit: float,
+        dispatched: Dispatched | None = None,
     ) -> Mixture: ...
 
     def combine(

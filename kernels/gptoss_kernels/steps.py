@@ -13,8 +13,8 @@ from torch import Tensor
 from gptoss_kernels import contracts
 
 PENDING = -1  # for a token id: the one that the sequence's seat chose last
-# Of a sequence that is there to fill a batch: it is stored nowhere, and its token id, -1, is none,
-# so that its row is NaN and no expert is read for it.
+# Of a sequence that is there to fill a batch: it is stored nowhere and has no words; its token ids,
+# -1, are none, so that its rows are NaN and no expert is read for them. It may have no row at all.
 NO_SEAT = -1
 
 
@@ -112,11 +112,13 @@ def unpack_step(
         item = StepItem(*fields)
         has_seat = 0 <= item.seat < num_seats
         sizes = (item.num_rows, item.num_full_pages, item.num_window_pages)
+        if not has_seat:
+            sizes = (0, 0, 0)
         token_ids, new_full, new_window = words[item.words :][: sum(sizes)].split(sizes)
         end = item.position + item.num_rows
         positions = torch.arange(item.position, end, device=words.device)
         rows = slice(item.row, item.row + item.num_rows)
-        out.input_ids[rows] = token_ids.long()
+        out.input_ids[rows] = token_ids.long() if has_seat else -1
         if has_seat:
             out.input_ids[rows][token_ids == PENDING] = last_token_ids[item.seat]
         out.positions[rows] = positions

@@ -12,12 +12,22 @@ import pytest
 import torch
 
 from gptoss_engine.config import EngineConfig
-from gptoss_engine.device_steps import DeviceSteps, Launched, warm_up_steps
+from gptoss_engine.device_steps import (
+    FILLERS,
+    DeviceSteps,
+    Launched,
+    Sent,
+    filled_rows,
+    filled_sequences,
+    most_sequences,
+    warm_up_steps,
+)
 from gptoss_engine.engine import Engine, Pending
-from gptoss_engine.graphs import Outputs, Replay
+from gptoss_engine.graphs import Outputs, Replay, graph_sizes
 from gptoss_engine.runner import Runner, load_runner
 from gptoss_engine.sequence import ScheduledItem, ScheduledStep, Sequence
 from gptoss_engine.types import GenerationRequest, SamplingParams
+from gptoss_kernels.ops import Decodes
 
 from ..tiny_checkpoint import TinyCheckpoint
 from .stepping import GREEDY, Stepper, outputs, sequence
@@ -253,7 +263,10 @@ def test_a_step_that_brings_more_than_a_graph_has_room_for_runs_without(
 ) -> None:
     """Pages of a long context at once; stop tokens that are masked."""
     capture = Recorded()
-    stepper = Stepper(on_device(config, capture))
+    runner = on_device(config, capture)
+    for each in (*runner._cache.keys, *runner._cache.values):
+        each.zero_()  # what `far` finds before its last token
+    stepper = Stepper(runner)
     far = sequence(PROMPTS[5] * 2, num_computed_tokens=499)
     for _ in range(2):
         stepper.advance(far)
@@ -283,6 +296,63 @@ def test_logits_that_are_no_numbers_are_said(
     runner._model.weights.embedding.fill_(torch.nan)
     with pytest.raises(RuntimeError, match="not numbers"):
         stepper.advance(*made)
+
+
+def test_sequences_are_filled_up_to_few_numbers() -> None:
+    sizes = graph_sizes(40)
+    assert filled_sequences(sizes, 0, 1) == (0, 2)
+    assert filled_sequences(sizes, 3, 0) == (3, 3)
+    assert filled_sequences(sizes, 9, 0) == (16, 16)
+    assert filled_sequences(sizes, 33, 1) == (40, 42)
+    assert filled_sequences(sizes, 9, 3) == (16, 20)
+    assert filled_sequences(sizes, 9, 4) == (16, 24)
+    # More than attention takes at once.
+    sizes = graph_sizes(4096)
+    assert filled_sequences(sizes, 4095, 0) == (4096, 4096)
+    assert filled_sequences(sizes, 4090, 5) == (4090, 4095)
+    assert filled_sequences(sizes, 10, 4080) == (10, 4090)
+
+
+@pytest.mark.parametrize("most_seqs", [1, 8, 12, 100, 2040, 4096])
+def test_there_is_room_for_all_sequences(most_seqs: int) -> None:
+    sizes = graph_sizes(most_seqs)
+    for decodes in range(0, most_seqs + 1, max(1, most_seqs // 50)):
+        filled, together = filled_sequences(sizes, decodes, most_seqs - decodes)
+        assert decodes <= filled < decodes + FILLERS
+        assert together >= filled + most_seqs - decodes
+        assert together <= most_sequences(most_seqs)
+
+
+def test_rows_are_filled_up_by_little() -> None:
+    most = 8192
+    for rows in range(1, most + FILLERS):
+        filled = filled_rows(rows, most)
+        assert rows <= filled <= most + FILLERS
+        assert filled - rows < max(16, rows / 15)
+        assert filled == filled_rows(filled, most)
+    assert len({filled_rows(rows, most) for rows in range(1, most + FILLERS)}) < 110
+    assert filled_rows(most, most) == most
+    assert filled_rows(most + 1, most) == most + FILLERS
+    assert [filled_rows(rows, 300) for rows in (1, 290, 300, 301, 315)] == [16, 300, 300, 316, 316]
+
+
+def test_steps_of_many_sizes_have_few_shapes(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = on_device(config, Recorded())
+    shapes: list[tuple[int, int, int]] = []
+    compute = DeviceSteps._compute
+
+    def watched(steps: DeviceSteps, sent: Sent, num_rows: int, decodes: Decodes) -> Outputs:
+        shapes.append((num_rows, len(sent.items), decodes.num_sequences))
+        return compute(steps, sent, num_rows, decodes)
+
+    stepper, made = decoding(runner, 9)
+    monkeypatch.setattr(DeviceSteps, "_compute", watched)
+    for count in (37, 52, 40):
+        prompts = [sequence(PROMPTS[3][:count])]
+        stepper.advance(*made, *prompts)
+    assert shapes == [(64, 14, 12)] * 3
 
 
 def test_the_pool_is_filled_behind_the_captures_which_empty_it(

@@ -41,10 +41,11 @@ class Device:
         )
         self.last_token_ids = torch.full((SEATS,), -9)
 
-    def unpacked(self, step: ScheduledStep, num_sequences: int = 0) -> StepTensors:
-        staged = StagedStep.build(step, self.known)
-        staged = staged.filled(max(num_sequences, staged.num_sequences), len(staged.words) + 5)
-        items, words = (torch.from_numpy(each.copy()) for each in staged.arrays)
+    def unpacked(self, step: ScheduledStep) -> StepTensors:
+        return self.run(StagedStep.build(step, self.known))
+
+    def run(self, staged: StagedStep) -> StepTensors:
+        items, words = (torch.from_numpy(each.copy()) for each in staged.arrays())
         out = StepTensors.empty(staged.num_rows, len(items), COLUMNS, CPU)
         for each in out:
             each.fill_(-7)
@@ -188,7 +189,7 @@ def built_with(known: KnownPages, *items: ScheduledItem) -> tuple[list[StepItem]
 
 
 def described(staged: StagedStep) -> tuple[list[StepItem], list[int]]:
-    items, words = staged.arrays
+    items, words = staged.arrays()
     return [StepItem(*row) for row in items.tolist()], words.tolist()
 
 
@@ -218,15 +219,38 @@ def test_pending_tokens_and_drafts() -> None:
     assert items[1] == StepItem(1, 4, 1, 3, 3, 0, 2, 0, 2)
 
 
-def test_fillers_have_a_row_each_and_are_stored_nowhere() -> None:
+def test_fillers_lie_behind_decodes_and_at_the_end_and_are_stored_nowhere() -> None:
     device = Device()
-    made = seated(1, 6, [5, 6], [1, 2])
-    out = device.unpacked(ScheduledStep((ScheduledItem.of(made, 6),)), num_sequences=3)
-    assert out.query_start.tolist() == [0, 6, 7, 8]
-    assert out.seq_lens.tolist() == [6, 1, 1]
-    assert out.input_ids.tolist()[6:] == [-1, -1]
-    assert out.full_slots.tolist()[6:] == out.window_slots.tolist()[6:] == [-1, -1]
+    decode, prompt = seated(2, 6, [7, 8], [3, 4]), seated(1, 6, [5, 6], [1, 2])
+    decode.num_computed_tokens = 5
+    step = ScheduledStep((ScheduledItem.of(decode, 1), ScheduledItem.of(prompt, 6)))
+    staged = StagedStep.build(step, device.known, 1, 2)
+    assert (staged.num_sequences, staged.num_rows) == (4, 9)
+    staged = staged.filled(7, 14)
+    out = device.run(staged)
+    assert out.query_start.tolist() == [0, 1, 2, 3, 9, 9, 9, 14]
+    assert out.seq_lens.tolist() == [6, 1, 1, 6, 0, 0, 5]
+    assert out.positions.tolist() == [5, 0, 0, *range(6), *range(5)]
+    assert out.input_ids.tolist() == [decode.token_ids[5], -1, -1, *prompt.token_ids, *[-1] * 5]
+    for slots in (out.full_slots, out.window_slots):
+        assert slots.tolist()[1:3] == [-1, -1]
+        assert slots.tolist()[9:] == [-1] * 5
+        assert min(slots.tolist()[3:9]) >= 0
     assert device.full[0].tolist() == [-7] * COLUMNS
+    # Decodes alone, and nothing at all.
+    alone = StagedStep.build(ScheduledStep((ScheduledItem.of(decode, 1),)), device.known, 1, 2)
+    assert device.run(alone).query_start.tolist() == [0, 1, 2, 3]
+    assert alone.filled(3, 3) is alone
+    nothing = StagedStep.build(ScheduledStep(()), device.known, 0, 2)
+    assert device.run(nothing).query_start.tolist() == [0, 1, 2]
+
+
+def test_words_are_at_least_as_many_as_are_asked_for() -> None:
+    device = Device()
+    step = ScheduledStep((ScheduledItem.of(seated(1, 6, [5, 6], [1, 2]), 6),))
+    staged = StagedStep.build(step, device.known)
+    assert [len(staged.arrays(count)[1]) for count in (0, 10, 12)] == [10, 10, 12]
+    assert staged.arrays(12)[1].tolist()[:10] == staged.words.tolist()
 
 
 @pytest.mark.parametrize("tables", [([5], [1, 2]), ([5, 6], [1]), ([5, 6], [1, -1])])

@@ -55,7 +55,7 @@ class Case:
 
 
 def random_case(
-    sizes: tuple[int, ...], page_size: int = 16, seed: int = 0, *, num_fillers: int = 0
+    sizes: tuple[int, ...], page_size: int = 16, seed: int = 0, *, fillers: tuple[int, ...] = ()
 ) -> Case:
     """Sequences with so many rows, at any position, some of whose pages are new; then such as only
     fill a batch. A sequence of one row may be pending."""
@@ -75,10 +75,9 @@ def random_case(
         full, window = (end - new_full, new_full), (end - new_window, new_window)
         items.append(StepItem(seat, position, row, num_rows, begin, *full, *window))
         row += num_rows
-    for _ in range(num_fillers):
-        items.append(StepItem(NO_SEAT, 0, row, 1, len(words)))
-        words.append(PENDING)
-        row += 1
+    for num_rows in fillers:
+        items.append(StepItem(NO_SEAT, 0, row, num_rows, 0))
+        row += num_rows
     out = StepTensors.empty(row, len(items), width, "cpu")
     for each in out:
         each.fill_(POISON)
@@ -126,18 +125,19 @@ def test_it_is_the_reference(sizes: tuple[int, ...], page_size: int) -> None:
 
 
 def test_sequences_that_fill_a_batch_are_stored_nowhere_and_keep_nothing() -> None:
-    case = random_case((1, 1), num_fillers=3)
+    case = random_case((1, 1), fillers=(1, 0, 40))
     before = copied(case)
     check(case)
-    fillers = slice(2, 5)
-    assert case.out.input_ids[fillers].tolist() == [-1] * 3
-    assert case.out.positions[fillers].tolist() == [0] * 3
-    assert case.out.full_slots[fillers].tolist() == [-1] * 3
-    assert case.out.window_slots[fillers].tolist() == [-1] * 3
-    assert case.out.seq_lens[fillers].tolist() == [1] * 3
-    assert case.out.query_start.tolist() == [0, 1, 2, 3, 4, 5]
+    rows = slice(2, 43)
+    assert case.out.input_ids[rows].tolist() == [-1] * 41
+    assert case.out.positions[rows].tolist() == [0, *range(40)]
+    assert case.out.full_slots[rows].tolist() == [-1] * 41
+    assert case.out.window_slots[rows].tolist() == [-1] * 41
+    assert case.out.seq_lens[2:].tolist() == [1, 0, 40]
+    assert case.out.query_start.tolist() == [0, 1, 2, 3, 3, 43]
     for table in (case.out.full_tables, case.out.window_tables):
-        assert table[fillers, 0].tolist() == [0] * 3
+        assert table[2, :1].tolist() == [0]
+        assert table[4, :3].tolist() == [0] * 3
     seated = case.items[:2, 0].tolist()
     others = [seat for seat in range(SEATS) if seat not in seated]
     for now, then in zip(case.kept, before.kept, strict=True):
@@ -207,11 +207,11 @@ def test_a_wrong_line_of_the_kernel_is_seen(name: str) -> None:
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_nothing_beyond_a_tensor_is_touched(sizes: tuple[int, ...]) -> None:
-    check(random_case(sizes, num_fillers=1).moved(guarded))
+    check(random_case(sizes, fillers=(1,)).moved(guarded))
 
 
 def test_a_careless_kernel_is_seen() -> None:
-    case = random_case((1, 40), num_fillers=1).moved(guarded)
+    case = random_case((1, 40), fillers=(1,)).moved(guarded)
     careless = replacing("i < end; i += share.step", "i <= arguments_end; i += share.step")
     with (
         pytest.raises(EmulationError, match="which is no memory"),
@@ -290,7 +290,7 @@ def test_without_a_gpu_it_says_so() -> None:
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_on_a_gpu_it_is_the_reference(sizes: tuple[int, ...]) -> None:
     for seed in range(5):
-        case = random_case(sizes, 64, seed, num_fillers=2)
+        case = random_case(sizes, 64, seed, fillers=(1, 300))
         there = case.moved(lambda tensor: tensor.cuda())
         there.run()
         case.run(steps.unpack_step)
@@ -299,7 +299,7 @@ def test_on_a_gpu_it_is_the_reference(sizes: tuple[int, ...]) -> None:
 
 @pytest.mark.gpu
 def test_a_captured_graph_is_eager() -> None:
-    cases = [random_case((1, 1, 1), 64, seed, num_fillers=1) for seed in range(3)]
+    cases = [random_case((1, 1, 1), 64, seed, fillers=(1,)) for seed in range(3)]
     there = cases[0].moved(lambda tensor: tensor.cuda())
     room = torch.zeros(100, dtype=torch.int32, device="cuda")
     there = replace(there, words=room)

@@ -92,7 +92,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         arguments.seq_lens[sequence] = length;
     }
     for (int i = share.first; i < item.num_rows; i += share.step) {
-        const int row = item.row + i, position = item.position + i, token_id = token_ids[i];
+        const int row = item.row + i, position = item.position + i;
+        const int token_id = seat < 0 ? -1 : token_ids[i];
         const bool is_pending = token_id < 0 && seat >= 0;
         arguments.input_ids[row] = is_pending ? arguments.last_token_ids[seat] : token_id;
         arguments.positions[row] = position;
