@@ -44,8 +44,8 @@ def test_error_is_that_of_rounding(m: int, n: int, k: int) -> None:
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 2880, 4096), (8, 2880, 4096), (13, 1048, 272)])
 def test_residual_is_added_in_place_or_elsewhere(m: int, n: int, k: int, has_bias: bool) -> None:
-    *operands, bias = random_inputs(m, n, k, m)
-    inputs = (*operands, bias if has_bias else None)
+    x, x_scale, weight, weight_scale, bias = random_inputs(m, n, k, m)
+    inputs = (x, x_scale, weight, weight_scale, bias if has_bias else None)
     plain = reference.linear_fp8(*inputs, dtype=torch.float32)
     around = (torch.randn(m, n + 64, device="cuda") * plain.std()).bfloat16()
     residual = around[:, 32 : 32 + n]

@@ -242,7 +242,8 @@ struct Multiplier {
             for (int set = 0; set < ROW_SETS; ++set) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    const float scale = is_next[i / 2] ? weight_scale[group][1] : weight_scale[group][0];
+                    const float(&scales)[2] = weight_scale[group];
+                    const float scale = is_next[i / 2] ? scales[1] : scales[0];
                     sums[set][i] += products[set][i] * (x_scale[set][group][i % 2] * scale);
                 }
             }
