@@ -122,12 +122,15 @@ class DeviceSteps:
         self._staging = Staging(self._most_bytes(), device)
 
     def _most_bytes(self) -> int:
-        """Of a step with as many rows, sequences, new pages and masked tokens as there can be."""
+        """Of a step with as many rows, sequences, new pages and masked tokens as there can be.
+
+        64 bytes a row that is sampled after, 36 a sequence, 4 a word, and what aligns them.
+        """
         rows, seats = self._config.max_num_batched_tokens, self._config.max_num_seqs
         stops = MAX_STOP_TOKEN_IDS + len(self._model.config.eos_token_ids)
         masked = min(rows, seats * MAXIMUM_DECODE_QUERIES) * max(stops, _MASKED)
         words = _WORDS * rows + self._num_pages + self._num_window_pages + masked
-        return 64 * rows + 40 * seats + 4 * words + 1024
+        return 64 * (rows + FILLERS) + 36 * most_sequences(seats) + 4 * words + 1024
 
     @torch.inference_mode()
     def launch(self, step: ScheduledStep) -> Launched:
@@ -146,20 +149,15 @@ class DeviceSteps:
             len(staged.words) <= _WORDS * num_decodes
             and len(sampling.masked_ids) <= _MASKED * num_decodes
         )
-        if (
-            self._graphs
-            and is_small
-            and len(step.items) == sampling.num_rows == decodes.num_queries
-        ):
+        are_decodes = len(step.items) == sampling.num_rows == decodes.num_queries
+        if self._graphs and are_decodes and is_small:
             outputs, rows = self._replay(num_decodes, step, staged, sampling)
         else:
             most = self._config.max_num_batched_tokens
-            num_rows = filled_rows(staged.num_rows, most) if num_prefills else staged.num_rows
             if num_sequences > staged.num_sequences:
-                staged = staged.filled(num_sequences, num_rows)
-            sent = self._read(
-                self._send(staged.arrays(), sampling, *self._due(step, num_first, spare))
-            )
+                staged = staged.filled(num_sequences, filled_rows(staged.num_rows, most))
+            due = self._due(step, num_first, spare)
+            sent = self._read(self._send(staged.arrays(), sampling, *due))
             decodes = Decodes(num_decodes, decodes.num_queries + spare, decodes.max_queries)
             outputs, rows = self._compute(sent, staged.num_rows, decodes), sent.sampling
         return Launched(step, self._sampler.fetch(*outputs, rows, sampling))

@@ -7,6 +7,7 @@ nothing else of the step that is launched.
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -241,8 +242,8 @@ def test_rows_that_fill_a_graph_are_stored_nowhere_and_choose_no_experts(
         def __getattr__(self, name: str) -> object:
             return getattr(original, name)
 
-        def norm_route(self, *arguments: object) -> tuple[torch.Tensor, ...]:
-            found = norm_route(*arguments)  # type: ignore[arg-type]
+        def norm_route(self, *arguments: Any, **options: Any) -> Any:
+            found: Any = norm_route(*arguments, **options)
             chosen.append(found[1])
             return found
 
@@ -276,6 +277,18 @@ def test_a_step_that_brings_more_than_a_graph_has_room_for_runs_without(
     stepper.generate(made, num_tokens=20)
     assert min(outputs(made)) >= 100
     assert capture.replayed == [1]
+
+
+def test_the_most_of_everything_can_be_sent(config: EngineConfig, capture: Recorded | None) -> None:
+    stops = tuple(range(128))
+    sampling = SamplingParams(min_tokens=9, stop_token_ids=stops, logprobs=20)
+    stepper = Stepper(on_device(config, capture))
+    lengths = (*(2,) * 11, 278)
+    made = [sequence([9] * count, sampling, stop_token_ids=frozenset(stops)) for count in lengths]
+    stepper.step(*(ScheduledItem.of(each, each.num_prompt_tokens) for each in made))
+    for _ in range(3):
+        stepper.advance(*made)
+    assert min(min(outputs(each)) for each in made) >= 128
 
 
 def test_a_graph_that_reads_elsewhere_is_our_own_bug(config: EngineConfig) -> None:
