@@ -57,6 +57,7 @@ from gptoss_kernels.cuda.quantise import spec as quantise_spec
 from gptoss_kernels.cuda.rms_norm_fp8 import rms_norm, rms_norm_fp8
 from gptoss_kernels.cuda.rms_norm_fp8 import spec as rms_norm_spec
 from gptoss_kernels.cuda.rows import RowLayout, choose_layout
+from gptoss_kernels.cuda.sampling import Cluster
 from gptoss_kernels.cuda.select_rows import ROW_BYTES, select_rows
 from gptoss_kernels.cuda.select_rows import spec as select_rows_spec
 from gptoss_kernels.fp8 import BLOCK, E4M3
@@ -702,11 +703,11 @@ def sampling_calls() -> Iterator[Call]:
     """Rows of every sort, with and without tokens that must not come."""
     vocabulary = SERVED_MODELS["120b"].vocabulary
 
-    def sampled() -> float:
+    def sampled(cluster: Cluster) -> float:
         logits = spread_logits("peaked", 6, vocabulary, torch.bfloat16, seed=0)
         rows = mixed_rows(logits, seed=0)
         gpu_logits, *gpu_rows = on_gpu(logits, *rows)
-        found = sample.sample(gpu_logits, SamplingRows(*gpu_rows))
+        found = sample.sample(gpu_logits, SamplingRows(*gpu_rows), cluster=cluster)
         return norm_error(found, reference.sample(logits, rows))
 
     def told() -> float:
@@ -722,7 +723,8 @@ def sampling_calls() -> Iterator[Call]:
         ids, expected_ids = (torch.cat(rows) for rows in are_told)
         return max(norm_error(found[0][::2], expected[0][::2]), norm_error(ids, expected_ids))
 
-    yield Call((sample.spec(vocabulary),), sampled)
+    for cluster in (8, 16):
+        yield Call((sample.spec(vocabulary, cluster=cluster),), partial(sampled, cluster))
     yield Call((logprobs.spec(vocabulary),), told)
 
 

@@ -26,6 +26,7 @@ from gptoss_kernels.cuda.quantise import spec as quantise_spec
 from gptoss_kernels.cuda.rms_norm_fp8 import spec as rms_norm_spec
 from gptoss_kernels.cuda.rows import choose_layout
 from gptoss_kernels.cuda.sample import spec as sample_spec
+from gptoss_kernels.cuda.sampling import choose_cluster
 from gptoss_kernels.cuda.select_rows import ROW_BYTES
 from gptoss_kernels.cuda.select_rows import spec as select_rows_spec
 
@@ -93,7 +94,9 @@ def test_what_is_served_is_what_operators_choose() -> None:
     for columns, experts, chosen in ((2880, 128, 4), (2880, 32, 4), (320, 16, 4), (128, 8, 2)):
         routes = {RouteTile(columns, experts, chosen).spec, choice_spec(experts, chosen)}
         assert routes <= served
-    assert {sample_spec(201_088), logprobs_spec(201_088)} <= served
+    for rows in (1, 8, 9, 128):
+        assert sample_spec(201_088, cluster=choose_cluster(rows)) in served
+    assert logprobs_spec(201_088) in served
     assert len({str(spec) for spec in served}) == len(served)
 
 

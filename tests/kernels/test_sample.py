@@ -14,6 +14,7 @@ from torch import Tensor
 from gptoss_kernels import reference
 from gptoss_kernels.contracts import MAXIMUM_VOCABULARY, SamplingRows
 from gptoss_kernels.cuda.sample import sample
+from gptoss_kernels.cuda.sampling import Cluster
 
 from .emulator import EmulationError, emulated, guarded, replacing
 from .sampling_cases import KINDS, border_rows, mixed_rows, sampling_rows, spread_logits
@@ -28,14 +29,20 @@ def moved(rows: SamplingRows, move: Callable[[Tensor], Tensor]) -> SamplingRows:
     return SamplingRows(*map(move, rows))
 
 
-def on_gpu(logits: Tensor, rows: SamplingRows) -> Tensor:
+def on_gpu(logits: Tensor, rows: SamplingRows, cluster: Cluster | None = None) -> Tensor:
     out = torch.full((len(logits),), POISON, device="cuda")
-    return sample(logits.cuda(), moved(rows, Tensor.cuda), out=out).cpu()
+    return sample(logits.cuda(), moved(rows, Tensor.cuda), out=out, cluster=cluster).cpu()
 
 
-def on_emulator(logits: Tensor, rows: SamplingRows, seed: int = 0, **options: Any) -> Tensor:
+def on_emulator(
+    logits: Tensor,
+    rows: SamplingRows,
+    seed: int = 0,
+    cluster: Cluster | None = None,
+    **options: Any,
+) -> Tensor:
     with emulated(seed, **options):
-        return sample(logits, rows, out=torch.full((len(logits),), POISON))
+        return sample(logits, rows, out=torch.full((len(logits),), POISON), cluster=cluster)
 
 
 def run_anywhere(machine: str, logits: Tensor, rows: SamplingRows) -> Tensor:
@@ -64,12 +71,13 @@ def at_borders(
 
 # Of one vector, of fewer than there are blocks, of a whole cell in each block and a vector more, of
 # several cells a warp.
+@pytest.mark.parametrize("cluster", [8, 16])
 @pytest.mark.parametrize("vocab_size", [8, 40, 2048, 2056, 40_000])
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_are_the_references(kind: str, vocab_size: int) -> None:
+def test_tokens_are_the_references(kind: str, vocab_size: int, cluster: Cluster) -> None:
     num_rows = 10 if vocab_size < 40_000 else 6
     logits, rows = case(kind, num_rows, vocab_size, seed=vocab_size)
-    assert torch.equal(on_emulator(logits, rows), reference.sample(logits, rows))
+    assert torch.equal(on_emulator(logits, rows, cluster=cluster), reference.sample(logits, rows))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -98,7 +106,7 @@ def test_a_unit_decides_at_borders(machine: str, dtype: torch.dtype, kind: str) 
 @pytest.mark.parametrize("seed", range(5))
 def test_nothing_depends_on_which_thread_is_first(seed: int) -> None:
     logits, rows = case("tied", 10, 5000, seed=seed)
-    found = on_emulator(logits, rows, seed=100 + seed, resident=1 + seed % 3)
+    found = on_emulator(logits, rows, seed=100 + seed, resident=1 + seed % 3, cluster=16)
     assert torch.equal(found, reference.sample(logits, rows))
 
 
@@ -108,7 +116,9 @@ def test_nothing_depends_on_which_thread_is_first(seed: int) -> None:
 def test_tokens_are_the_references_on_a_gpu(kind: str, dtype: torch.dtype) -> None:
     for num_rows, vocab_size in ((20, VOCABULARY), (20, 8), (60, 2056), (20, MAXIMUM_VOCABULARY)):
         logits, rows = case(kind, num_rows, vocab_size, dtype, seed=vocab_size)
-        assert torch.equal(on_gpu(logits, rows), reference.sample(logits, rows)), vocab_size
+        expected = reference.sample(logits, rows)
+        for cluster in (8, 16):
+            assert torch.equal(on_gpu(logits, rows, cluster), expected), (vocab_size, cluster)
 
 
 @pytest.mark.gpu
@@ -191,9 +201,10 @@ def test_it_begins_before_the_kernels_that_it_reads_from_have_ended() -> None:
     late = [logits.contiguous(), *rows]
     for seed in range(3):
         assert torch.equal(on_emulator(late[0], rows, seed, late=late), expected)
-    fetch = "part.fetch(arguments.logits + row * arguments.row_bytes);"
+    fetch = "part.fetch(arguments.rows.at(row));"
     wait = "wait_for_previous_kernels();"
-    careless = replacing(f"{wait}\n    allow_next_kernel();\n\n    {fetch}", f"{fetch} {wait}")
+    first = f"{fetch} copy_wait<0>(); {wait}"
+    careless = replacing(f"{wait}\n    allow_next_kernel();\n\n    {fetch}", first)
     assert not torch.equal(on_emulator(late[0], rows, late=late, change=careless), expected)
 
 
@@ -216,7 +227,7 @@ WRONG_LINES = {
     "larger digits are not counted": ("wanted - before", "wanted"),
     "the digits above do not matter": ("!= above) continue", "!= above && false) continue"),
     "0 and -0 differ": ("value + 0.f", "value"),
-    "min_p is rounded down": ("ceil(arguments", "floor(arguments"),
+    "min_p is rounded down": ("ceil(min_p", "floor(min_p"),
     "what is least is not kept": ("value < least) return", "value <= least) return"),
     "all temperatures are 1": ("LOG2_E / temperature", "LOG2_E"),
     "weights are rounded once less": ("__fadd_rn(__fmul_rn(power, x), 3.f)", "fmaf(power, x, 3.f)"),

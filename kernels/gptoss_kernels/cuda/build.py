@@ -159,8 +159,10 @@ def _bound_by_memory(model: ModelSizes) -> Iterator[KernelSpec]:
 
 def _sampling(model: ModelSizes) -> Iterator[KernelSpec]:
     from gptoss_kernels.cuda import logprobs, sample
+    from gptoss_kernels.cuda.sampling import choose_cluster
 
-    yield sample.spec(model.vocabulary)
+    for num_rows in _NUM_TOKENS:
+        yield sample.spec(model.vocabulary, cluster=choose_cluster(num_rows))
     yield logprobs.spec(model.vocabulary)
 
 

@@ -64,6 +64,7 @@ class KernelSpec:
     `generated`. defines: (name, value), in any order. shared_bytes: dynamic shared memory of a
     launch. variant: what tells it from others of its name, for people. is_hot: it is a fault if it
     spills, has a stack frame or is warned about. flags: of NVRTC, beside those of all kernels.
+    has_wide_clusters: of more than 8 blocks, which a kernel has to be allowed.
 
     An operator has a pure function from sizes to its KernelSpec. The operator calls it and loads
     what it gives (`runtime.load(spec, device)`); build.py calls it for all sizes that are served,
@@ -78,6 +79,7 @@ class KernelSpec:
     variant: str = ""
     is_hot: bool = True
     flags: tuple[str, ...] = ()
+    has_wide_clusters: bool = False
 
     def __str__(self) -> str:
         return f"{self.name} {self.variant}".rstrip()

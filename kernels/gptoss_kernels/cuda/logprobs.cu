@@ -1,14 +1,12 @@
 // Log-probabilities of rows of logits: the given token's, and the likeliest tokens with theirs.
 
 struct Arguments {
-    const char* logits;
+    Rows rows;
     const long long* token_ids;
     const int* num_top;
     float* chosen;
     int* top_ids;
     float* top;
-    long long row_bytes;
-    int vocab_size, block_vectors;
 };
 
 struct Shared {
@@ -66,14 +64,15 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     __shared__ Shared shared;
     const int row = blockIdx.x / CLUSTER;
     const uint32_t rank = cluster_rank();
-    const Part part(memory, rank, arguments.block_vectors, arguments.vocab_size);
+    const Part part(memory, arguments.rows, rank);
     wait_for_previous_kernels();
     allow_next_kernel();
     const int count = min(arguments.num_top[row], MOST);
     if (count < 0) return;
 
-    const char* const logits = arguments.logits + row * arguments.row_bytes;
+    const char* const logits = arguments.rows.at(row);
     part.fetch(logits);
+    copy_wait<0>();
     const uint64_t own = part.best();
     const uint64_t best = largest_in_block(own, shared.warps);
     if (threadIdx.x == 0) shared.best = best;
@@ -92,7 +91,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         const int index = threadIdx.x;
         if (index == 0) {
             const int token = int(arguments.token_ids[row]);
-            const bool is_token = 0 <= token && token < arguments.vocab_size;
+            const bool is_token = 0 <= token && token < arguments.rows.vocab_size;
             const float value = is_token ? logit(logits, token) : __int_as_float(-1);
             arguments.chosen[row] = value - largest - log_total;
         }

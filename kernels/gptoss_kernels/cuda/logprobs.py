@@ -16,6 +16,8 @@ from gptoss_kernels import contracts
 from gptoss_kernels.contracts import MAXIMUM_TOP
 from gptoss_kernels.cuda import runtime, sampling
 
+_CLUSTER: sampling.Cluster = 8
+
 
 def logprobs(
     logits: Tensor,
@@ -27,10 +29,10 @@ def logprobs(
     """The chosen tokens' fp32 [S], and the likeliest ones' ids int32 and values fp32 [S, 20].
 
     Written to `out` if it is given: of a row with num_top = n all of the first and n of the other
-    two, and nothing of one with a negative n. `logits` [S, V] bf16 or fp32, V a multiple of 8 up
-    to 261,632, rows at multiples of 16 bytes; `token_ids` int64 [S]; `num_top` int32 [S], up to 20 and V. A token
-    that is none has NaN. Values stay on the device. Raises ValueError on anything else, and
-    runtime.CudaError where there is no Hopper GPU.
+    two, and nothing of one with a negative n. `logits` [S, V] bf16 or fp32, V a multiple of 8 up to
+    261,632, rows at multiples of 16 bytes; `token_ids` int64 [S]; `num_top` int32 [S], up to 20 and
+    V. A token that is none has NaN. Values stay on the device. Raises ValueError on anything else,
+    and runtime.CudaError where there is no Hopper GPU.
     """
     if out is None:
         shape = (*logits.shape[:1], MAXIMUM_TOP)
@@ -48,17 +50,13 @@ def logprobs(
 
 
 def spec(vocab_size: int, dtype: torch.dtype = torch.bfloat16) -> runtime.KernelSpec:
-    return sampling.cluster_spec("logprobs", vocab_size, dtype, MOST=MAXIMUM_TOP)
+    return sampling.cluster_spec("logprobs", vocab_size, dtype, _CLUSTER, MOST=MAXIMUM_TOP)
 
 
 class _Arguments(ctypes.Structure):
     _fields_ = (
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("logits", "token_ids", "num_top", "chosen", "top_ids", "top")
-        ),
-        ("row_bytes", ctypes.c_longlong),
-        *((name, ctypes.c_int) for name in ("vocab_size", "block_vectors")),
+        ("rows", sampling.Rows),
+        *((name, ctypes.c_void_p) for name in ("token_ids", "num_top", "chosen", "top_ids", "top")),
     )
 
 
@@ -85,13 +83,11 @@ def _prepare(logits: Tensor, *others: Tensor) -> runtime.Launch:
     num_rows, vocab_size = logits.shape
     return runtime.Launch(
         runtime.load(spec(vocab_size, logits.dtype), logits.device.index),
-        grid=num_rows * sampling.CLUSTER,
+        grid=num_rows * _CLUSTER,
         threads=sampling.THREADS,
         arguments=(
             _Arguments(
-                *(tensor.data_ptr() for tensor in (logits, *others)),
-                sampling.row_bytes(logits),
-                *(vocab_size, sampling.block_vectors(vocab_size)),
+                sampling.Rows.of(logits, _CLUSTER), *(tensor.data_ptr() for tensor in others)
             ),
         ),
     )

@@ -47,6 +47,7 @@ __all__ = [
 MINIMUM_DRIVER = (13, 0)
 
 _SHARED_BYTES_ATTRIBUTE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_WIDE_CLUSTERS_ATTRIBUTE = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 _DEPENDENT_LAUNCH = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _TYPES = {torch.float8_e4m3fn: 0, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
 _SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # CUtensorMapSwizzle, by bytes
@@ -170,7 +171,15 @@ class Kernel:
     captures calls the operator once before, with the same sizes: that loads its kernel for good.
     """
 
-    def __init__(self, cubin: Cubin, name: str, shared_bytes: int, device: int) -> None:
+    def __init__(
+        self,
+        cubin: Cubin,
+        name: str,
+        shared_bytes: int,
+        device: int,
+        *,
+        has_wide_clusters: bool = False,
+    ) -> None:
         require_hopper(device)
         if torch.cuda.is_current_stream_capturing():
             raise CudaError(
@@ -200,6 +209,11 @@ class Kernel:
                 ),
                 f"give the kernel {name} {shared_bytes} bytes of shared memory",
             )
+            if has_wide_clusters:
+                _check(
+                    self._library.cuFuncSetAttribute(self.function, _WIDE_CLUSTERS_ATTRIBUTE, 1),
+                    f"allow the kernel {name} clusters of more than 8 blocks",
+                )
 
 
 @functools.cache
@@ -208,7 +222,10 @@ def load(spec: KernelSpec, device: int) -> Kernel:
 
     So its first use is not under capture: see Kernel.
     """
-    return Kernel(spec.compile(), spec.name, spec.shared_bytes, device)
+    return Kernel(
+        *(spec.compile(), spec.name, spec.shared_bytes, device),
+        has_wide_clusters=spec.has_wide_clusters,
+    )
 
 
 class Launch:
@@ -293,8 +310,9 @@ class _Prepared(NamedTuple):
     launch: Callable[[int], None]
 
 
-# Buffers of a serving engine come back at the same addresses; others would fill the memory.
-_MAXIMUM_LAUNCHES = 4096
+# Buffers of a serving engine come back at the same addresses; others would fill the memory, with
+# some 5 KB each. The 120b has 430 for each number of rows.
+_MAXIMUM_LAUNCHES = 16_384
 _launches: dict[tuple[object, ...], _Prepared] = {}
 
 

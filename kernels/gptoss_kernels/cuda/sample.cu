@@ -7,15 +7,33 @@ constexpr int HALF_BITS = WEIGHT_BITS / 2;
 constexpr double LEAST_TEMPERATURE = 1e-5;  // below it a row is greedy
 
 struct Arguments {
-    const char* logits;
+    Rows rows;
     const double *temperature, *top_p, *min_p, *uniforms;
     const int *top_k, *masked_start, *masked_ids;
     long long* token_ids;
-    long long row_bytes;
-    int vocab_size, block_vectors;
+};
+
+// What a row asks for. Read while its logits are fetched.
+struct Asked {
+    bool is_greedy;
+    float rate;
+    int top_k;
+    double top_p, uniform;
+    uint64_t least_weight;
+
+    __device__ __forceinline__ void read(const Arguments& arguments, int row) {
+        const double temperature = arguments.temperature[row], min_p = arguments.min_p[row];
+        top_k = arguments.top_k[row];
+        top_p = arguments.top_p[row];
+        uniform = arguments.uniforms[row];
+        is_greedy = temperature < LEAST_TEMPERATURE;
+        rate = LOG2_E / temperature;
+        least_weight = ceil(min_p * (uint64_t(1) << WEIGHT_BITS));
+    }
 };
 
 struct Shared {
+    Asked asked;
     uint64_t warps[WARPS];
     uint64_t best;              // of the block
     uint64_t total;             // of its weights
@@ -172,6 +190,7 @@ __device__ __forceinline__ void weigh_cells(uint64_t* cells, const Part& part, c
 }
 
 // By one warp, in the cell in which the sum exceeds `target`: the token at which it does.
+template <bool IS_CUT>
 __device__ __forceinline__ void find_token(const Part& part, const Kept& kept, int cell,
                                            uint64_t target, long long* token_id) {
     const int vector = 32 * cell + threadIdx.x % 32;
@@ -180,7 +199,7 @@ __device__ __forceinline__ void find_token(const Part& part, const Kept& kept, i
         float values[WIDTH];
         part.load(vector, values);
 #pragma unroll
-        for (int i = 0; i < WIDTH; ++i) sum += weights[i] = kept.weight<true>(values[i]);
+        for (int i = 0; i < WIDTH; ++i) sum += weights[i] = kept.weight<IS_CUT>(values[i]);
     }
     uint64_t end = sum_up_to_lane(sum);
     if (target >= end || target < end - sum) return;
@@ -193,13 +212,10 @@ __device__ __forceinline__ void find_token(const Part& part, const Kept& kept, i
     *token_id = part.token(vector, place);
 }
 
+template <bool IS_CUT>
 __device__ __forceinline__ void draw(Shared& shared, uint64_t* cells, const Part& part,
-                                     const Kept& kept, uint32_t rank, double uniform,
-                                     long long* token_id) {
-    if (kept.is_all())
-        weigh_cells<false>(cells, part, kept);
-    else
-        weigh_cells<true>(cells, part, kept);
+                                     const Kept& kept, uint32_t rank, long long* token_id) {
+    weigh_cells<IS_CUT>(cells, part, kept);
     const int lane = threadIdx.x % 32, count = num_cells(part), each = (count + 31) / 32;
     const int first = min(lane * each, count), end = min(first + each, count);
     const bool is_first_warp = threadIdx.x < 32;
@@ -213,7 +229,7 @@ __device__ __forceinline__ void draw(Shared& shared, uint64_t* cells, const Part
     if (!is_first_warp) return;
     const uint64_t total = lane < CLUSTER ? load_from_cluster(&shared.total, lane) : 0;
     const uint64_t totals = sum_up_to_lane(total);
-    uint64_t target = share_of(uniform, __shfl_sync(ALL_LANES, totals, 31), false);
+    uint64_t target = share_of(shared.asked.uniform, __shfl_sync(ALL_LANES, totals, 31), false);
     target -= __shfl_sync(ALL_LANES, totals - total, int(rank));  // those of the blocks before
     uint64_t before = sums - sum;
     const bool is_here = before <= target && target < sums;  // a target of blocks before is huge
@@ -223,7 +239,7 @@ __device__ __forceinline__ void draw(Shared& shared, uint64_t* cells, const Part
     const int owner = __ffs(__ballot_sync(ALL_LANES, is_here)) - 1;
     if (owner < 0) return;  // another block's
     cell = __shfl_sync(ALL_LANES, cell, owner);
-    find_token(part, kept, cell, __shfl_sync(ALL_LANES, target - before, owner), token_id);
+    find_token<IS_CUT>(part, kept, cell, __shfl_sync(ALL_LANES, target - before, owner), token_id);
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 3)
@@ -231,15 +247,17 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     extern __shared__ __align__(16) unsigned char memory[];
     __shared__ Shared shared;
     uint64_t* const cells =
-        reinterpret_cast<uint64_t*>(memory + arguments.block_vectors * VECTOR_BYTES);
+        reinterpret_cast<uint64_t*>(memory + arguments.rows.block_vectors * VECTOR_BYTES);
     const int row = blockIdx.x / CLUSTER;
     const uint32_t rank = cluster_rank();
-    const Part part(memory, rank, arguments.block_vectors, arguments.vocab_size);
+    const Part part(memory, arguments.rows, rank);
     wait_for_previous_kernels();
     allow_next_kernel();
 
-    part.fetch(arguments.logits + row * arguments.row_bytes);
+    part.fetch(arguments.rows.at(row));
     const int first_masked = arguments.masked_start[row], end = arguments.masked_start[row + 1];
+    if (threadIdx.x == 0) shared.asked.read(arguments, row);
+    copy_wait<0>();
     if (first_masked < end) {
         __syncthreads();
         for (int i = first_masked + int(threadIdx.x); i < end; i += THREADS)
@@ -251,21 +269,23 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     cluster_sync();
     const uint64_t best = largest_in_cluster(&shared.best);
     const bool is_number = is_finite(order_in(best));
-    const double temperature = arguments.temperature[row];
-    if (!is_number || temperature < LEAST_TEMPERATURE) {
+    const Asked& asked = shared.asked;
+    if (!is_number || asked.is_greedy) {
         if (rank == 0 && threadIdx.x == 0)
             arguments.token_ids[row] = is_number ? int(token_in(best)) : -1;
     } else {
-        Kept kept{value_of(order_in(best)), float(LOG2_E / temperature), __uint_as_float(NONE), 0};
-        const int top_k = arguments.top_k[row];
-        if (0 < top_k && top_k < arguments.vocab_size)
-            kept.least = least_kept(shared, part, top_k, 0, [](float) { return uint64_t(1); });
-        const double top_p = arguments.top_p[row];
-        if (top_p < 1)
-            kept.least = least_kept(shared, part, 0, top_p,
+        Kept kept{value_of(order_in(best)), asked.rate, __uint_as_float(NONE), 0};
+        if (0 < asked.top_k && asked.top_k < arguments.rows.vocab_size)
+            kept.least = least_kept(shared, part, asked.top_k, 0, [](float) { return uint64_t(1); });
+        if (asked.top_p < 1)
+            kept.least = least_kept(shared, part, 0, asked.top_p,
                                     [&](float value) { return kept.weight<true>(value); });
-        kept.least_weight = ceil(arguments.min_p[row] * (uint64_t(1) << WEIGHT_BITS));
-        draw(shared, cells, part, kept, rank, arguments.uniforms[row], arguments.token_ids + row);
+        kept.least_weight = asked.least_weight;
+        long long* const token_id = arguments.token_ids + row;
+        if (kept.is_all())
+            draw<false>(shared, cells, part, kept, rank, token_id);
+        else
+            draw<true>(shared, cells, part, kept, rank, token_id);
     }
     cluster_sync();
 }

@@ -1,7 +1,7 @@
 """A token of each row of logits, greedy or drawn, by reference.sample: the same in every bit
 
 One launch for any mix of rows; of what is drawn each sum is one of integers, in any order. A
-cluster of 8 blocks holds a row in its shared memory, and so reads it once: of gpt-oss's vocabulary
+cluster of blocks holds a row in its shared memory, and so reads it once: of gpt-oss's vocabulary
 402 KB in bf16, at 4.5 TB/s 0.09 us a row, or 11.4 for 128. Cuts by top_k or top_p each look through
 it twice more, by a byte of the logits' bits at a time. The kernel is sample.cu.
 """
@@ -18,38 +18,48 @@ from gptoss_kernels.contracts import SamplingRows
 from gptoss_kernels.cuda import runtime, sampling
 
 
-def sample(logits: Tensor, rows: SamplingRows, *, out: Tensor | None = None) -> Tensor:
+def sample(
+    logits: Tensor,
+    rows: SamplingRows,
+    *,
+    out: Tensor | None = None,
+    cluster: sampling.Cluster | None = None,
+) -> Tensor:
     """The tokens int64 [S], written to `out` if it is given.
 
     `logits` [S, V] bf16 or fp32, V a multiple of 8 up to 261,632, rows at multiples of 16 bytes;
-    `rows` as contracts.SamplingRows has it. Its values stay on the device: temperatures are 0 or more,
-    uniforms in [0, 1), top_p and min_p in [0, 1]. A masked id that the vocabulary does not have is
-    ignored. Raises ValueError on anything else, and runtime.CudaError where there is no Hopper GPU.
+    `rows` as contracts.SamplingRows has it. Its values stay on the device: temperatures are 0 or
+    more, uniforms in [0, 1), top_p and min_p in [0, 1]. A masked id that the vocabulary does not
+    have is ignored. `cluster`: blocks of a row; choose_cluster's if it is not given. Raises
+    ValueError on anything else, and runtime.CudaError where there is no Hopper GPU.
     """
     if out is None:
         out = torch.empty(logits.shape[:1], dtype=torch.int64, device=logits.device)
     if logits.shape[:1] == (0,):
         _check(logits, rows, out)
-        return out
-    runtime.launch(("sample",), (logits, *rows, out), lambda: _prepare(logits, rows, out))
+    else:
+        runtime.launch(
+            ("sample", cluster), (logits, *rows, out), lambda: _prepare(logits, rows, out, cluster)
+        )
     return out
 
 
-def spec(vocab_size: int, dtype: torch.dtype = torch.bfloat16) -> runtime.KernelSpec:
-    return sampling.cluster_spec("sample", vocab_size, dtype)
+def spec(
+    vocab_size: int, dtype: torch.dtype = torch.bfloat16, *, cluster: sampling.Cluster
+) -> runtime.KernelSpec:
+    return sampling.cluster_spec("sample", vocab_size, dtype, cluster)
 
 
 class _Arguments(ctypes.Structure):
     _fields_ = (
+        ("rows", sampling.Rows),
         *(
             (name, ctypes.c_void_p)
             for name in (
-                *("logits", "temperature", "top_p", "min_p", "uniforms"),
+                *("temperature", "top_p", "min_p", "uniforms"),
                 *("top_k", "masked_start", "masked_ids", "token_ids"),
             )
         ),
-        ("row_bytes", ctypes.c_longlong),
-        *((name, ctypes.c_int) for name in ("vocab_size", "block_vectors")),
     )
 
 
@@ -62,23 +72,23 @@ def _check(logits: Tensor, rows: SamplingRows, out: Tensor) -> None:
     contracts.check_gpu(logits, "logits")
 
 
-def _prepare(logits: Tensor, rows: SamplingRows, out: Tensor) -> runtime.Launch:
+def _prepare(
+    logits: Tensor, rows: SamplingRows, out: Tensor, cluster: sampling.Cluster | None
+) -> runtime.Launch:
     _check(logits, rows, out)
     num_rows, vocab_size = logits.shape
+    cluster = cluster or sampling.choose_cluster(num_rows)
     tensors = (
         *(rows.temperature, rows.top_p, rows.min_p, rows.uniforms),
         *(rows.top_k, rows.masked_start, rows.masked_ids, out),
     )
     return runtime.Launch(
-        runtime.load(spec(vocab_size, logits.dtype), logits.device.index),
-        grid=num_rows * sampling.CLUSTER,
+        runtime.load(spec(vocab_size, logits.dtype, cluster=cluster), logits.device.index),
+        grid=num_rows * cluster,
         threads=sampling.THREADS,
         arguments=(
             _Arguments(
-                logits.data_ptr(),
-                *(tensor.data_ptr() for tensor in tensors),
-                sampling.row_bytes(logits),
-                *(vocab_size, sampling.block_vectors(vocab_size)),
+                sampling.Rows.of(logits, cluster), *(tensor.data_ptr() for tensor in tensors)
             ),
         ),
     )

@@ -5,7 +5,7 @@
 // when all have, and each reads all. What was read behind one is stored anew behind the next one, and
 // no block ends before a last one.
 
-constexpr int CLUSTER = 8, WARPS = THREADS / 32;
+constexpr int WARPS = THREADS / 32;
 constexpr int WIDTH = 8;  // logits of a vector
 constexpr int VECTOR_BYTES = WIDTH * LOGIT_BYTES;
 
@@ -69,20 +69,28 @@ __device__ __forceinline__ float logit(const char* row, int token) {
 #endif
 }
 
+struct Rows {
+    const char* logits;
+    long long row_bytes;
+    int vocab_size, block_vectors;
+
+    __device__ __forceinline__ const char* at(int row) const { return logits + row * row_bytes; }
+};
+
 struct Part {
     uint32_t memory;  // address of its logits in shared memory
     int first_token;  // of the row
     int num_vectors;
 
-    __device__ __forceinline__ Part(const void* memory, uint32_t rank, int block_vectors,
-                                    int vocab_size)
-        : memory(shared_address(memory)),
-          first_token(int(rank) * block_vectors * WIDTH),
-          num_vectors(max(0, min(block_vectors, vocab_size / WIDTH - int(rank) * block_vectors))) {}
+    __device__ __forceinline__ Part(const void* memory, const Rows& rows, uint32_t rank)
+        : memory(shared_address(memory)), first_token(int(rank) * rows.block_vectors * WIDTH) {
+        const int left = (rows.vocab_size - first_token) / WIDTH;
+        num_vectors = max(0, min(rows.block_vectors, left));
+    }
 
     __device__ __forceinline__ int num_cells() const { return (num_vectors + 31) / 32; }
 
-    // By the threads that read them first, until a block's barrier.
+    // By the threads that read them, until a block's barrier, and behind copy_wait<0>.
     __device__ __forceinline__ void fetch(const char* row) const {
         const char* source = row + (long long)first_token * LOGIT_BYTES;
         for (int v = threadIdx.x; v < num_vectors; v += THREADS)
@@ -90,7 +98,6 @@ struct Part {
             for (int i = 0; i < VECTOR_BYTES; i += 16)
                 copy_async(memory + v * VECTOR_BYTES + i, source + v * VECTOR_BYTES + i, true);
         copy_commit();
-        copy_wait<0>();
     }
 
     __device__ __forceinline__ void load(int vector, float (&values)[WIDTH]) const {
