@@ -273,7 +273,8 @@ class DeviceSteps:
         Writes to the cache, whose pages are nobody's yet.
         """
         config = self._config
-        graphs = None
+        self._graphs = graphs = None
+        self._graph_inputs.clear()  # so that each size is sent what it reads before it is run
         if self._capture is not None:
             started = time.monotonic()
             graphs = DecodeGraphs(self._decode, self._sizes, self._capture)

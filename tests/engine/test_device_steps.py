@@ -385,10 +385,13 @@ def test_the_pool_is_filled_behind_the_captures_which_empty_it(
 
     monkeypatch.setattr(DeviceSteps, "launch", watched)
     capture = Capture()
-    on_device(config, capture)
+    runner = on_device(config, capture)
     assert events == sorted(events)
     assert {*events} == {"captured", "launched"}
     assert capture.replayed == []  # Decodes, too, fill it.
+    runner.warm_up()  # Nothing is left of the first time.
+    assert events == sorted(events[: len(events) // 2]) * 2
+    assert capture.replayed == []
 
 
 def test_the_warm_up_has_the_largest_steps_and_all_small_ones() -> None:
