@@ -91,7 +91,7 @@ class GptOss:
         return ops.linear(attended, layer.out, layer.out_bias, residual=hidden)
 
     def _mixture_of_experts(self, hidden: Tensor, layer: LayerWeights, ops: Operators) -> Mixture:
-        normed, chosen, chosen_weights = ops.norm_route(
+        routed = ops.norm_route(
             hidden,
             layer.mlp_norm,
             self.config.rms_norm_eps,
@@ -100,13 +100,14 @@ class GptOss:
             self.config.experts_per_token,
         )
         return ops.experts(
-            normed,
-            chosen,
-            chosen_weights,
+            routed.normed,
+            routed.chosen,
+            routed.weights,
             layer.w13,
             layer.w13_bias,
             layer.w2,
             layer.w2_bias,
             swiglu_alpha=self.config.swiglu_alpha,
             swiglu_limit=self.config.swiglu_limit,
+            dispatched=routed.dispatched,
         )

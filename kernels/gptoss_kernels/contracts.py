@@ -98,6 +98,19 @@ class Mixture(NamedTuple):
     weights: Tensor
 
 
+class Routed(NamedTuple):
+    """Where each token goes. dispatched: what dispatch_fp8 gives of normed and chosen, where it was
+    known at once.
+
+    normed [T, H]; chosen [T, K] int64, -1 for none; weights [T, K].
+    """
+
+    normed: Tensor
+    chosen: Tensor
+    weights: Tensor
+    dispatched: Dispatched | None = None
+
+
 def empty_scale(rows: int, columns: int, device: torch.device | str, group: int = BLOCK) -> Tensor:
     """Room for the scales [rows, ceil(columns / group)] fp32 of an `x` [rows, columns].
 
@@ -357,9 +370,9 @@ def check_route_inputs(
         raise ValueError(f"K must be 1 to {len(weight)}, the experts, got {num_chosen}")
 
 
-def check_routed(out: tuple[Tensor, Tensor, Tensor], hidden: Tensor, num_chosen: int) -> None:
-    """Room for what norm_route gives of checked inputs."""
-    normed, chosen, chosen_weights = out
+def check_routed(out: Routed, hidden: Tensor, num_chosen: int) -> None:
+    """Room for what norm_route gives of checked inputs, but for what is dispatched."""
+    normed, chosen, chosen_weights, _ = out
     check_output("normed", normed, torch.bfloat16, tuple(hidden.shape), hidden, "hidden")
     for name, tensor, dtype in (
         ("chosen", chosen, torch.int64),

@@ -201,13 +201,13 @@ class Measured:
         self.sizes.append(hidden.square().mean().sqrt().item())
         return product
 
-    def norm_route(self, hidden: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def norm_route(self, hidden: Tensor, *arguments: Any) -> Any:
         self.sizes.append(hidden.square().mean().sqrt().item())
-        normed, chosen, weights = self._reference.norm_route(hidden, *arguments)
-        counts = torch.bincount(chosen.flatten(), minlength=TINY.config.num_experts)
+        routed = self._reference.norm_route(hidden, *arguments)
+        counts = torch.bincount(routed.chosen.flatten(), minlength=TINY.config.num_experts)
         self.shares.append(counts / counts.sum())
-        self.chosen_weights.append(weights.mean(0))
-        return normed, chosen, weights
+        self.chosen_weights.append(routed.weights.mean(0))
+        return routed
 
     def attention(self, query: Tensor, *arguments: Any, **named: Any) -> Tensor:
         """A value of 1 everywhere shows what the sink leaves."""

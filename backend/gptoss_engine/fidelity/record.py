@@ -23,7 +23,7 @@ from gptoss_engine.model import GptOss, rope_table
 from gptoss_engine.model_config import InvalidCheckpoint, ModelConfig
 from gptoss_engine.progress import tracked
 from gptoss_engine.weights import Weights
-from gptoss_kernels.ops import Fp8Weight, Mixture, Operators
+from gptoss_kernels.ops import Fp8Weight, Mixture, Operators, Routed
 
 MAX_RECORD_GIGABYTES = 16.0
 
@@ -62,11 +62,11 @@ class Probe(ABC):
         self._see_update(hidden)
         return hidden
 
-    def norm_route(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        normed, chosen, chosen_weights = self._ops.norm_route(*arguments)
-        self.see_choice(self._num_choices, self._rows, chosen)
+    def norm_route(self, *arguments: Any) -> Routed:
+        routed = self._ops.norm_route(*arguments)
+        self.see_choice(self._num_choices, self._rows, routed.chosen)
         self._num_choices += 1
-        return normed, chosen, chosen_weights
+        return routed
 
     def _see_update(self, hidden: Tensor) -> None:
         self.see_residual(self._num_updates, self._rows, hidden)

@@ -18,9 +18,9 @@ __device__ __forceinline__ float logit_of(uint32_t key) {
 }
 
 // keys: EACH of a lane, of different experts. CHOSEN entries of both outputs are written; with a NaN
-// among the logits -1 and NaN.
+// among the logits -1 and NaN. Lane k gets the k-th choice.
 template <int EACH>
-__device__ __forceinline__ void choose_by_keys(uint32_t (&keys)[EACH], long long* chosen,
+__device__ __forceinline__ int choose_by_keys(uint32_t (&keys)[EACH], long long* chosen,
                                                unsigned short* weights) {
     static_assert(CHOSEN <= 32);
     const int lane = threadIdx.x % 32;
@@ -43,9 +43,11 @@ __device__ __forceinline__ void choose_by_keys(uint32_t (&keys)[EACH], long long
 #pragma unroll
     for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, lanes);
     const bool has_nan = largest == KEY_OF_NAN;
+    const int expert = has_nan ? -1 : static_cast<int>(0xFFFF - (own & 0xFFFF));
     if (lane < CHOSEN) {
-        chosen[lane] = has_nan ? -1 : static_cast<int>(0xFFFF - (own & 0xFFFF));
+        chosen[lane] = expert;
         const uint32_t weight = pack_bf16(power / sum, 0);
         weights[lane] = has_nan ? 0x7FC0 : static_cast<unsigned short>(weight);
     }
+    return expert;
 }

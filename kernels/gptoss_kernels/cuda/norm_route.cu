@@ -5,6 +5,9 @@
 // 32 columns, CHUNKS a warp. They are loaded while the kernel before still runs. A tile is 8 tokens:
 // every block norms all of them, multiplies them with its experts, and sends the logits of a token
 // to the block that chooses for it.
+//
+// Where there is one tile (DISPATCHES), blocks tell each other what they chose, and what dispatch_few
+// does follows at once: normed is quantised, in the order of the experts.
 
 constexpr int TILE = 8;  // tokens
 constexpr int OWNED = TILE / BLOCKS;  // for which a block chooses, and whose norms it writes
@@ -12,6 +15,8 @@ constexpr int EXPERTS_A_BLOCK = 16;
 constexpr int THREADS = 32 * WARPS;
 constexpr int PADDED_COLUMNS = WARPS * CHUNKS * 32;
 constexpr int TOKEN_PITCH = EXPERTS_A_BLOCK + 4;  // so that the sums of a warp meet in no bank
+
+constexpr int PARTS = WARPS * CHUNKS;  // of 32 columns
 
 using bf16 = unsigned short;
 
@@ -26,6 +31,13 @@ struct Arguments {
     int num_tokens;
     long long hidden_stride, normed_stride;
     float eps;
+#if DISPATCHES
+    unsigned char* values;
+    float* scale;
+    int* expert_start;
+    int* rows;
+    long long values_stride, scale_stride;
+#endif
 };
 
 struct Shared {
@@ -34,7 +46,19 @@ struct Shared {
     float sums[WARPS][TILE][TOKEN_PITCH];
     // By turns, since a block may send of the next tile what another still reads of this one.
     uint32_t keys[2][OWNED][BLOCKS * EXPERTS_A_BLOCK];
+#if DISPATCHES
+    // Of each part the largest value without its sign; zeros beyond, as four parts share a scale.
+    uint32_t largest[TILE][PARTS + 3];
+    uint32_t choices[TILE * CHOSEN];  // expert and number, as numbers in the order of their rows
+#endif
 };
+
+__device__ __forceinline__ void tile_sync() {
+    if constexpr (BLOCKS > 1)
+        cluster_sync();
+    else
+        __syncthreads();
+}
 
 // 8 values of a row, whose 16 bytes no other part of a fragment shares; zeros where it is not inside.
 using Octet = uint32_t[4];
@@ -173,6 +197,91 @@ __device__ __forceinline__ void multiply(Shared& shared, const Experts& experts,
             sums[0][i] + sums[1][i];
 }
 
+#if DISPATCHES
+
+constexpr int NUMBER_BITS = 8;
+static_assert(TILE * CHOSEN <= 1 << NUMBER_BITS);
+
+__device__ __forceinline__ void find_largest(Shared& shared, const Tokens& tokens,
+                                             const Place& place) {
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+        const Octet& pairs = tokens.parts[c];
+        uint32_t largest = max_pair(max_pair(pairs[0] & 0x7FFF7FFF, pairs[1] & 0x7FFF7FFF),
+                                    max_pair(pairs[2] & 0x7FFF7FFF, pairs[3] & 0x7FFF7FFF));
+#pragma unroll
+        for (int lanes = 1; lanes < 4; lanes *= 2)
+            largest = max_pair(largest, __shfl_xor_sync(ALL_LANES, largest, lanes));
+        if (place.part == 0)
+            shared.largest[place.row][place.warp * CHUNKS + c] =
+                max(largest & 0xFFFF, largest >> 16);
+    }
+}
+
+// To all blocks, by one warp, whose lane k has the k-th choice of the token.
+__device__ __forceinline__ void tell_choice(Shared& shared, int token, int expert) {
+    const int lane = threadIdx.x % 32, number = token * CHOSEN + lane;
+    if (lane >= CHOSEN) return;
+    const uint32_t choice = (expert < 0 ? EXPERTS : expert) << NUMBER_BITS | number;
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block)
+        store_in_cluster(&shared.choices[number], block, choice);
+}
+
+__device__ __forceinline__ void write_starts(const Shared& shared, const Arguments& arguments) {
+    const int num_choices = arguments.num_tokens * CHOSEN;
+    for (int expert = threadIdx.x; expert <= EXPERTS; expert += THREADS) {
+        int before = 0;
+        for (int i = 0; i < num_choices; ++i)
+            before += shared.choices[i] < static_cast<uint32_t>(expert) << NUMBER_BITS;
+        arguments.expert_start[expert] = before;
+    }
+}
+
+// The rows of this lane's token.
+__device__ __forceinline__ void write_rows(const Shared& shared, const Arguments& arguments,
+                                           const Tokens& tokens, const Place& place) {
+    const uint32_t* const own = shared.choices + place.row * CHOSEN;
+    int rows[CHOSEN] = {};
+    for (int i = 0; i < arguments.num_tokens * CHOSEN; ++i) {
+#pragma unroll
+        for (int k = 0; k < CHOSEN; ++k) rows[k] += shared.choices[i] < own[k];
+    }
+    if (place.warp == 0 && place.part == 0) {
+#pragma unroll
+        for (int k = 0; k < CHOSEN; ++k) arguments.rows[place.row * CHOSEN + k] = rows[k];
+    }
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+        if (!place.is_column(c)) continue;
+        const int part = place.warp * CHUNKS + c, group = part / 4;
+        const uint32_t* const largest = &shared.largest[place.row][group * 4];
+        const uint32_t bits = max(max(largest[0], largest[1]), max(largest[2], largest[3])) << 16;
+        const float amax = max_nan(__uint_as_float(bits), 1e-10f);
+        const float factor = 448.0f / amax;
+        const Octet& pairs = tokens.parts[c];
+        uint32_t words[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            words[i] = pack_e4m3(
+                low_bf16(pairs[2 * i]) * factor, high_bf16(pairs[2 * i]) * factor,
+                low_bf16(pairs[2 * i + 1]) * factor, high_bf16(pairs[2 * i + 1]) * factor);
+#pragma unroll
+        for (int k = 0; k < CHOSEN; ++k) {
+            unsigned char* const values =
+                arguments.values + rows[k] * arguments.values_stride + place.column(c);
+            asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(values), "r"(words[0]),
+                         "r"(words[1])
+                         : "memory");
+            if (place.part == 0 && part % 4 == 0)
+                arguments.scale[group * arguments.scale_stride + rows[k]] =
+                    amax * (1.0f / 448.0f);
+        }
+    }
+}
+
+#endif
+
 extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THREADS, 1)
     norm_route(const __grid_constant__ Arguments arguments) {
     __shared__ Shared shared;
@@ -190,6 +299,9 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     experts.load(arguments, rank * EXPERTS_A_BLOCK, place);
     for (int i = threadIdx.x; i < PADDED_COLUMNS; i += THREADS)
         shared.norm_weight[i] = i < COLUMNS ? arguments.norm_weight[i] : 0;
+#if DISPATCHES
+    if (threadIdx.x < TILE * 3) shared.largest[threadIdx.x / 3][PARTS + threadIdx.x % 3] = 0;
+#endif
     float bias = 0;
     if (adds && own_expert < EXPERTS) bias = low_bf16(arguments.bias[own_expert]);
     wait_for_previous_kernels();
@@ -203,6 +315,9 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
         tokens.norm(shared, arguments.eps, place);
         tokens.store(arguments, first, rank, place);
         multiply(shared, experts, tokens, place);
+#if DISPATCHES
+        find_largest(shared, tokens, place);
+#endif
         __syncthreads();
         if (adds) {
             float logit = bias;
@@ -213,10 +328,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
             store_in_cluster(key, own_token % BLOCKS,
                              own_expert < EXPERTS ? key_of(pack_bf16(logit, 0), own_expert) : 0);
         }
-        if constexpr (BLOCKS > 1)
-            cluster_sync();
-        else
-            __syncthreads();
+        tile_sync();
         const int chosen_for = first + place.warp * BLOCKS + rank;
         if (place.warp < OWNED && chosen_for < num_tokens) {
             constexpr int EACH = (BLOCKS * EXPERTS_A_BLOCK + 31) / 32;
@@ -227,8 +339,18 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
                 keys[i] = expert < BLOCKS * EXPERTS_A_BLOCK
                               ? shared.keys[turn][place.warp][expert] : 0;
             }
-            choose_by_keys(keys, arguments.chosen + chosen_for * (long long)CHOSEN,
-                           arguments.chosen_weights + chosen_for * (long long)CHOSEN);
+            const int expert =
+                choose_by_keys(keys, arguments.chosen + chosen_for * (long long)CHOSEN,
+                               arguments.chosen_weights + chosen_for * (long long)CHOSEN);
+#if DISPATCHES
+            tell_choice(shared, chosen_for, expert);
+#endif
         }
+#if DISPATCHES
+        tile_sync();
+        if (rank == BLOCKS - 1) write_starts(shared, arguments);
+        if (place.row % BLOCKS == rank && place.row < num_tokens)
+            write_rows(shared, arguments, tokens, place);
+#endif
     }
 }

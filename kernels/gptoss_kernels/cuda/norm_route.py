@@ -1,8 +1,9 @@
 """normed = rms_norm(hidden);  the K experts with the largest logits normed @ weight^T + bias
 
 And a softmax over those K logits, which are rounded to bf16 before; all between is in fp32. For few
-tokens (some 200 of 128 experts, 1000 of 32) it is one launch (norm_route.cu): clusters of blocks that hold the router in registers, 16
-experts each. Bound by latency: 2 EH bytes of router are read while the kernel before still runs.
+tokens (some 200 of 128 experts, 1000 of 32) it is one launch (norm_route.cu): clusters of blocks
+that hold the router in registers, 16 experts each. Bound by latency: 2 EH bytes of router are read
+while the kernel before still runs. Up to 8 tokens are dispatched to their experts by it as well.
 For more it is rms_norm, the product by cuBLAS, and a choice (choose_experts.cu): 8TH bytes.
 """
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gptoss_kernels import contracts
+from gptoss_kernels.contracts import Routed
 from gptoss_kernels.cuda import runtime
 from gptoss_kernels.cuda.rms_norm_fp8 import rms_norm
 from gptoss_kernels.cuda.rows import check_columns, check_num_chosen
@@ -28,7 +30,7 @@ _CHUNK = 32  # columns
 _MAXIMUM_WARPS, _MAXIMUM_CHUNKS = 15, 6
 MAXIMUM_EXPERTS = 8 * _EXPERTS_A_BLOCK  # of one launch, as a cluster has up to 8 blocks
 MAXIMUM_COLUMNS = _MAXIMUM_WARPS * _MAXIMUM_CHUNKS * _CHUNK  # likewise
-_TILE = 8  # tokens of a cluster at a time
+_TILE = MAXIMUM_DISPATCHED = 8  # tokens of a cluster at a time
 _CHOOSING_WARPS = 4
 
 
@@ -40,9 +42,9 @@ def norm_route(
     bias: Tensor,
     num_chosen: int,
     *,
-    out: tuple[Tensor, Tensor, Tensor] | None = None,
+    out: Routed | None = None,
     together: bool | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Routed:
     """normed bf16 [T, H], chosen int64 [T, K], weights bf16 [T, K], written to `out` if given.
 
     `hidden` [T, H] bf16, H a multiple of 16; `norm_weight` [H] fp32; `weight` [E, H] and `bias` [E]
@@ -50,32 +52,28 @@ def norm_route(
     with a NaN among them chooses -1, with weights of NaN. Weights and bias must not be written by
     the kernel launched just before on the same stream: they are read while that one may still run.
     `together`: whether one launch does it, which takes E up to 128 and H up to 2880; as is faster
-    if it is not given. Raises ValueError on anything else, and runtime.CudaError where there is no
-    Hopper GPU.
+    if it is not given. It dispatches up to 8 tokens, too, if `out` is not given or has room for
+    that. Raises ValueError on anything else, and runtime.CudaError where there is no Hopper GPU.
     """
-    if out is None:
-        if hidden.dim() != 2:  # all else is checked later, once for many calls
-            contracts.check_row_matrix("hidden", hidden, hidden)
-        num_tokens = len(hidden)
-        out = (
-            torch.empty(hidden.shape, dtype=torch.bfloat16, device=hidden.device),
-            torch.empty((num_tokens, num_chosen), dtype=torch.int64, device=hidden.device),
-            torch.empty((num_tokens, num_chosen), dtype=torch.bfloat16, device=hidden.device),
-        )
+    if hidden.dim() != 2:  # all else is checked later, once for many calls
+        contracts.check_row_matrix("hidden", hidden, hidden)
     inputs = (hidden, norm_weight, weight, bias)
     if together is None:
         fits = weight.shape[0] <= MAXIMUM_EXPERTS and hidden.shape[1] <= MAXIMUM_COLUMNS
         together = fits and len(hidden) <= most_together(weight.shape[0])
+    if out is None:
+        out = _room(hidden, len(weight), num_chosen, dispatches=together)
     if together and len(hidden):
+        written = (*out[:3], *(out.dispatched or ()))
         launch(
-            ("norm_route", eps, num_chosen),
-            (*inputs, *out),
-            lambda: _prepare(num_chosen, eps, *inputs, *out),
+            ("norm_route", eps, num_chosen, len(written)),
+            (*inputs, *written),
+            lambda: _prepare(num_chosen, eps, inputs, out),
         )
         return out
     # Each time: what PyTorch multiplies is refused in its own words.
-    _check(num_chosen, *inputs, *out)
-    normed, chosen, chosen_weights = out
+    _check(num_chosen, inputs, out)
+    normed, chosen, chosen_weights, _ = out
     if len(hidden):
         rms_norm(hidden, norm_weight, eps, out=normed)
         logits = torch.nn.functional.linear(normed, weight, bias)
@@ -85,6 +83,17 @@ def norm_route(
             lambda: _prepare_choice(logits, chosen, chosen_weights),
         )
     return out
+
+
+def _room(hidden: Tensor, num_experts: int, num_chosen: int, *, dispatches: bool) -> Routed:
+    num_tokens, device = len(hidden), hidden.device
+    normed = torch.empty(hidden.shape, dtype=torch.bfloat16, device=device)
+    chosen = torch.empty((num_tokens, num_chosen), dtype=torch.int64, device=device)
+    weights = torch.empty((num_tokens, num_chosen), dtype=torch.bfloat16, device=device)
+    if not dispatches or not 0 < num_tokens <= MAXIMUM_DISPATCHED:
+        return Routed(normed, chosen, weights)
+    dispatched = contracts.empty_dispatched(normed, chosen, num_experts)
+    return Routed(normed, chosen, weights, dispatched)
 
 
 def most_together(num_experts: int) -> int:
@@ -99,6 +108,7 @@ class RouteTile:
     columns: int
     num_experts: int
     num_chosen: int
+    dispatches: bool = False
 
     @property
     def blocks(self) -> int:
@@ -128,12 +138,14 @@ class RouteTile:
             "BLOCKS": self.blocks,
             "WARPS": self.warps,
             "CHUNKS": self.chunks,
+            "DISPATCHES": int(self.dispatches),
         }
         return runtime.KernelSpec(
             "norm_route",
             files=("mma.cuh", "choice.cuh", "norm_route.cu"),
             defines=tuple(defines.items()),
-            variant=f"H={self.columns} E={self.num_experts} K={self.num_chosen}",
+            variant=f"H={self.columns} E={self.num_experts} K={self.num_chosen}"
+            + " dispatches" * self.dispatches,
         )
 
 
@@ -160,6 +172,9 @@ class _Arguments(ctypes.Structure):
         ("num_tokens", ctypes.c_int),
         *((name, ctypes.c_longlong) for name in ("hidden_stride", "normed_stride")),
         ("eps", ctypes.c_float),
+        # Only with dispatches.
+        *((name, ctypes.c_void_p) for name in ("values", "scale", "expert_start", "rows")),
+        *((name, ctypes.c_longlong) for name in ("values_stride", "scale_stride")),
     )
 
 
@@ -170,32 +185,39 @@ class _ChoiceArguments(ctypes.Structure):
     )
 
 
-def _check(
-    num_chosen: int,
-    hidden: Tensor,
-    norm_weight: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    normed: Tensor,
-    chosen: Tensor,
-    chosen_weights: Tensor,
-) -> None:
+def _check(num_chosen: int, inputs: tuple[Tensor, Tensor, Tensor, Tensor], out: Routed) -> None:
+    hidden, norm_weight, weight, bias = inputs
     contracts.check_route_inputs(hidden, norm_weight, weight, bias, num_chosen)
     check_columns("hidden", hidden)
     check_num_chosen(num_chosen)
-    contracts.check_routed((normed, chosen, chosen_weights), hidden, num_chosen)
+    contracts.check_routed(out, hidden, num_chosen)
+    if out.dispatched is not None:
+        contracts.check_dispatched(out.dispatched, out.normed, out.chosen, len(weight))
     contracts.check_gpu(hidden, "hidden")
 
 
-def _prepare(num_chosen: int, eps: float, *tensors: Tensor) -> runtime.Launch:
-    _check(num_chosen, *tensors)
-    hidden, _, weight, _, normed, *_ = tensors
+def _prepare(
+    num_chosen: int, eps: float, inputs: tuple[Tensor, Tensor, Tensor, Tensor], out: Routed
+) -> runtime.Launch:
+    _check(num_chosen, inputs, out)
+    hidden, _, weight, _ = inputs
     if len(weight) > MAXIMUM_EXPERTS or hidden.shape[1] > MAXIMUM_COLUMNS:
         raise ValueError(
             f"one launch routes to up to {MAXIMUM_EXPERTS} experts by up to {MAXIMUM_COLUMNS} "
             f"columns, got {list(weight.shape)}"
         )
-    tile = RouteTile(hidden.shape[1], len(weight), num_chosen)
+    dispatched: tuple[int | None, ...] = (None,) * 4 + (0, 0)
+    if out.dispatched is not None:
+        if len(hidden) > MAXIMUM_DISPATCHED:
+            raise ValueError(
+                f"one launch dispatches up to {MAXIMUM_DISPATCHED} tokens, got {len(hidden)}"
+            )
+        pointers = (tensor.data_ptr() for tensor in out.dispatched)
+        dispatched = (
+            *pointers,
+            *(out.dispatched.values.stride(0), out.dispatched.scale.stride(1)),
+        )
+    tile = RouteTile(hidden.shape[1], len(weight), num_chosen, out.dispatched is not None)
     device = hidden.device.index
     num_blocks = torch.cuda.get_device_properties(device).multi_processor_count
     return runtime.Launch(
@@ -204,8 +226,9 @@ def _prepare(num_chosen: int, eps: float, *tensors: Tensor) -> runtime.Launch:
         threads=32 * tile.warps,
         arguments=(
             _Arguments(
-                *(tensor.data_ptr() for tensor in tensors),
-                *(len(hidden), hidden.stride(0), normed.stride(0), eps),
+                *(tensor.data_ptr() for tensor in (*inputs, *out[:3])),
+                *(len(hidden), hidden.stride(0), out.normed.stride(0), eps),
+                *dispatched,
             ),
         ),
     )
