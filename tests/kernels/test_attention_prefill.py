@@ -43,9 +43,9 @@ WINDOW_TILES = (
 # (tokens in all, queries): chunks that begin anywhere, several tiles, sequences without queries.
 MIXED = [(300, 30), (129, 1), (0, 0), (50, 50), (70, 0), (393, 200)]
 
-# Of windows of plain data. References that follow each maximum give 2.12e-3 to 2.16e-3, as those of
-# FlashAttention 3 do, others 2.2e-3 and more. 1.65e-3 of it are the result's.
-BOUND_OF_EXACT_MAXIMA = 2.18e-3
+# Of plain data. References that follow each maximum give 2.12e-3 to 2.17e-3, as those of
+# FlashAttention 3 do, others 2.21e-3 and more. 1.65e-3 of it are the result's.
+BOUND_OF_EXACT_MAXIMA = 2.19e-3
 
 
 def attend(case: Case, tile: PrefillTile | None = None) -> Tensor:
@@ -158,34 +158,42 @@ def test_blocks_in_any_number_give_equal_bits() -> None:
     assert given[0].equal(given[2])
 
 
+@pytest.mark.parametrize("tile", [*FULL_TILES, *WINDOW_TILES], ids=str)
+def test_a_largest_weight_is_not_rounded(tile: PrefillTile) -> None:
+    window = 128 if tile.has_window else None
+    assert emulated_errors(plain(window), tile).whole < BOUND_OF_EXACT_MAXIMA
+
+
+@pytest.mark.parametrize("window", [None, 128])
 @pytest.mark.parametrize(
-    "line",
-    [
-        "                multiply_keys_again();",
-        "is_raised = raise_references(HIGHEST - SLACK);",
-    ],
+    ("line", "other"),
+    [("(HAS_WINDOW ? 2 : 4) : 0;", "2 : 8;"), ("offset[r], most)", "offset[r], floorf(most))")],
 )
-def test_bounds_see_an_optimist_who_is_wrong(line: str) -> None:
+def test_that_bound_sees_one_that_is(window: int | None, line: str, other: str) -> None:
+    found = emulated_errors(plain(window), change=replacing(line, other))
+    assert found.whole > BOUND_OF_EXACT_MAXIMA
+
+
+def plain(window: int | None) -> Case:
+    return make_case([(400, 250)], heads=(8, 1), window=window, scores="plain")
+
+
+def test_where_nothing_is_masked_maxima_are_looked_for() -> None:
     case = falling_scores(400.0)
-    assert not emulated_errors(case, change=replacing(line, ";")).within(BF16_BOUNDS)
-
-
-@pytest.mark.parametrize("tile", WINDOW_TILES, ids=str)
-def test_a_largest_weight_of_a_window_is_not_rounded(tile: PrefillTile) -> None:
-    assert emulated_errors(plain_window(), tile).whole < BOUND_OF_EXACT_MAXIMA
+    without = replacing("            is_raised = raise_references();\n", "")
+    assert not emulated_errors(case, change=without).within(BF16_BOUNDS)
 
 
 @pytest.mark.parametrize(
     ("line", "other"),
-    [("IS_OPTIMISTIC ? 8 : 0", "8"), ("FP8 || HAS_WINDOW ? most", "FP8 ? most")],
+    [
+        ("i < ROW_BYTES; i += THREADS", "i < ROW_BYTES / 2; i += THREADS"),
+        ("float sum = HAS_ONES ? total_of(r)", "float sum = HAS_ONES ? total_of(0)"),
+    ],
 )
-def test_that_bound_sees_one_that_is(line: str, other: str) -> None:
-    found = emulated_errors(plain_window(), change=replacing(line, other))
-    assert found.whole > BOUND_OF_EXACT_MAXIMA
-
-
-def plain_window() -> Case:
-    return make_case([(400, 250)], heads=(8, 1), window=128, scores="plain")
+def test_bounds_see_weights_whose_sum_is_wrong(line: str, other: str) -> None:
+    case = make_case(MIXED, heads=(8, 1))
+    assert not emulated_errors(case, change=replacing(line, other)).within(BF16_BOUNDS)
 
 
 @pytest.mark.parametrize(
@@ -204,15 +212,19 @@ def test_bounds_see_a_kernel_that_lacks_a_line(window: int | None, line: str) ->
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("window", "line"),
     [
-        "if (first < end) shared_fence();",
-        "shared_fence();  // the copy engine writes here next",
-        "__syncwarp();  // all lanes have cleared, and none still waits for what may come next",
+        (127, "if (first < end) shared_fence();"),
+        (None, "shared_fence();  // the tensor cores read there"),
+        (127, "shared_fence();  // the copy engine writes here next"),
+        (
+            127,
+            "__syncwarp();  // all lanes have cleared, and none still waits for what may come next",
+        ),
     ],
 )
-def test_emulator_sees_a_kernel_that_lacks_an_order(line: str) -> None:
-    case = make_case([(300, 200), (129, 9), (330, 150)], heads=(16, 2), window=127)
+def test_emulator_sees_a_kernel_that_lacks_an_order(window: int | None, line: str) -> None:
+    case = make_case([(300, 200), (129, 9), (330, 150)], heads=(16, 2), window=window)
 
     def run_until_seen() -> None:
         for seed in range(30):
@@ -239,18 +251,29 @@ def test_tiles_have_room(tile: PrefillTile) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "rows", "fp8_rows"),
+    ("num_tokens", "rows", "many_keys_rows", "fp8_rows"),
     # With 64 heads a round has 264 tokens in tiles of 64 rows, 396 of 192, 528 of 256.
     [
-        *((1, 64, 64), (264, 64, 64), (265, 192, 192), (396, 192, 192), (397, 256, 64)),
-        *((528, 256, 64), (529, 192, 192), (792, 192, 192), (1057, 192, 192), (8192, 256, 192)),
+        *((1, 64, 64, 64), (264, 64, 64, 64), (265, 192, 192, 192), (396, 192, 192, 192)),
+        *((397, 256, 256, 64), (528, 256, 256, 64), (529, 192, 192, 192), (792, 192, 192, 192)),
+        *((1057, 192, 192, 192), (1585, 192, 256, 192), (8192, 192, 256, 192)),
     ],
 )
 def test_the_tile_is_taken_whose_rounds_end_first(
-    num_tokens: int, rows: int, fp8_rows: int
+    num_tokens: int, rows: int, many_keys_rows: int, fp8_rows: int
 ) -> None:
-    for dtype, expected in ((torch.bfloat16, rows), (E4M3, fp8_rows)):
-        tile = choose_tile(dtype, 64 * num_tokens, has_window=False, num_multiprocessors=132)
+    for dtype, most_keys, expected in (
+        (torch.bfloat16, 32768, rows),
+        (torch.bfloat16, 32769, many_keys_rows),
+        (E4M3, 32768, fp8_rows),
+        (E4M3, 131072, fp8_rows),
+    ):
+        tile = choose_tile(
+            *(dtype, 64 * num_tokens),
+            has_window=False,
+            most_keys=most_keys,
+            num_multiprocessors=132,
+        )
         assert (tile.rows, tile.dtype, tile.has_window) == (expected, dtype, False)
         assert tile in served_tiles()
 

@@ -107,17 +107,24 @@ def test_where_no_maximum_is_looked_for_weights_beyond_e4m3_are_seen() -> None:
         found = errors(run(case), expected)
     assert found.within(E4M3_WEIGHT_BOUNDS), found
     for change in (
-        replacing("!(largest < MAXIMUM_SUM)", "largest != largest"),
+        replacing("!__any_sync(ALL_LANES, seen & 0x80808080)", "true"),
+        replacing("i / 4][i % 4] + 0x08080808", "i / 4][i % 4] + 0x08080800"),
+        replacing("        multiply_keys_again();"),
+        replacing("= raise_references(HIGHEST - SLACK)", "= false"),
         replacing("(computed_here(key) ^ k * 32)", "computed_here(key)"),
-        replacing("                put_kept_away();"),
+        replacing("        put_kept_away();"),
     ):
         with emulated(change=change):
-            assert not errors(run(case), expected).whole <= 5 * E4M3_WEIGHT_BOUNDS.whole
+            found = errors(run(case), expected)
+        assert not found.worst_row <= 5 * E4M3_WEIGHT_BOUNDS.worst_row, found
 
 
 def test_sums_of_many_values_of_one_sign_lose_little() -> None:
+    """Weights' sums would lose as much. So values are there for the keys that are added last, and
+    not for those before them, of which less is lost."""
     case = fp8_case([(8192, 24)], scores="plain")
     value = (1 + 0.25 * torch.randn(case.value_cache.shape)) * 64
+    value[case.page_tables[0, 64:128].long()] = 0
     ones = torch.ones_like(case.sinks[:1])
     case = replace(case, value_cache=value.to(E4M3), value_scale=ones)
     expected = exact(rounded_queries(case))
@@ -126,7 +133,7 @@ def test_sums_of_many_values_of_one_sign_lose_little() -> None:
     with emulated(change=replacing("block % KEPT_EVERY == 0", "false")):
         lost = errors(run(case), expected).whole
     assert kept < 1e-2
-    assert lost > 0.2
+    assert lost > 0.1
 
 
 @pytest.mark.parametrize(("group", "page_size"), [(1, 16), (4, 256), (16, 32)])
@@ -143,13 +150,17 @@ def test_a_query_in_e4m3_costs_about_what_weights_do() -> None:
     assert found.within(QUERY_BOUNDS), found
 
 
-def test_a_query_that_is_e4m3_is_not_rounded() -> None:
-    """Times a power of two, another one in each row; some rows reach 448."""
+def test_a_row_whose_largest_makes_it_e4m3_is_not_rounded() -> None:
+    """e4m3 values of up to 256, one of which is 256, times a power of two, another one in each
+    row; or one value alone, whatever it is."""
     case = fp8_case()
     rows = torch.arange(case.query.shape[:2].numel()).view(*case.query.shape[:2], 1)
-    query = (case.query.float() * 64).clamp(-448, 448)
-    query[rows.expand_as(query) % 5 == 0] *= 4
-    query = query.clamp(-448, 448).to(E4M3).float() * 2.0 ** (rows % 7 - 9)
+    query = (case.query.float() * 64).clamp(-256, 256).to(E4M3).float()
+    query[..., 5] = 256
+    query *= 2.0 ** (rows % 7 - 9)
+    alone = (rows % 3 == 0).expand_as(query)
+    query[alone] = 0
+    query[..., 9:10].copy_(torch.where(rows % 3 == 0, 8 * case.query[..., 9:10], query[..., 9:10]))
     case = replace(case, query=query.bfloat16())
     with emulated():
         found = errors(run(case), exact(case))
@@ -232,12 +243,15 @@ WRONG = {
     "dimensions exchanged": replacing("(matrix % 2 ^ row / 4)", "(matrix % 2)"),
     "weights of the other row": replacing("i % 2 * 2;\n        powers", "2;\n        powers"),
     "sums not kept": replacing("kept[i] += sums[i]", "kept[i] = sums[i]"),
+    "the weights' sums not kept": replacing("put_kept_totals(kept_total(0) + total_of(0),", "(0,"),
+    "ones in one slot": replacing("i < TRANSPOSED_STAGES * 64", "i < 64"),
 }
 UNSAFE = {
     "quantised without a fence": replacing(
         "shared_fence();\n    const float of_keys", "const float of_keys"
     ),
     "quantised without the others": replacing("named_sync(GROUP_BARRIER + group, 128);\n}", "}"),
+    "ones without a fence": replacing("shared_fence();  // the tensor cores read there"),
     "transposed without a fence": replacing(
         "            }\n        }\n        shared_fence();", "            }\n        }\n"
     ),

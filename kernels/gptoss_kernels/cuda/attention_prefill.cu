@@ -54,6 +54,23 @@ struct Cleaner {
 
 // ---- warpgroups that multiply ----------------------------------------------------------------
 
+// Columns beyond 64 begin at another place, whose distance from the first ones' a descriptor has
+// too. The ones are 16 rows, as deep as a product is, for all slots and all their rows: where the
+// first ones' place moves up, the distance shrinks.
+constexpr uint32_t UP = HAS_ONES ? 1u - (1u << 16) : 1u;  // by 16 bytes
+
+__device__ __forceinline__ uint32_t values_descriptor(uint32_t shared) {
+    constexpr uint32_t DISTANCE = HAS_ONES ? (ONES_OFFSET - VALUE_OFFSET) / 16 : 1;
+    return matrix_descriptor(shared + VALUE_OFFSET) + (DISTANCE - 1 << 16);
+}
+
+__device__ __forceinline__ void put_ones(uint32_t shared) {
+    constexpr int ONES = 0x3F803F80;
+    for (int i = threadIdx.x; i < ROW_BYTES; i += THREADS)  // of 16 bytes in 16 rows
+        store_shared(shared + ONES_OFFSET + i * 16, ONES, ONES, ONES, ONES);
+    shared_fence();  // the tensor cores read there
+}
+
 __device__ __forceinline__ void Math::prepare_queries() {
     scale[0] = scale[1] = arguments.scale;
 }
@@ -70,13 +87,13 @@ __device__ __forceinline__ void Math::multiply_keys() {
 }
 
 __device__ __forceinline__ void Math::multiply_values(bool accumulate) {
-    const uint32_t value = value_descriptor + values.slot * (BLOCK_BYTES / 16);
+    const uint32_t value = value_descriptor + values.slot * (BLOCK_BYTES / 16 * UP);
     fence_registers(sums);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < BLOCK_N / 16; ++k)  // 16 rows
-        wgmma_bf16_registers_transposed<D>(sums, powers[k], value + k * (16 * ROW_BYTES / 16),
-                                           accumulate || k != 0);
+        wgmma_bf16_registers_transposed<COLUMNS>(
+            sums, powers[k], value + k * (16 * ROW_BYTES / 16 * UP), accumulate || k != 0);
     wgmma_commit();
 }
 

@@ -10,13 +10,17 @@
 //
 // Softmax is that of powers of two. A row's scores times `scale` are taken relative to a reference
 // (`offset` is the number that takes them there), so that powers are 2^HIGHEST at most. References
-// move only when a maximum has outgrown them by SLACK, and then sums are rescaled: the largest power
-// when they move is 2^(HIGHEST - SLACK), which is not rounded, but in full layers over bf16 the next
-// power of two below. The sink joins the sum at the end.
+// move only when a maximum has outgrown them by SLACK, and then sums are rescaled: the largest
+// power is 2^(HIGHEST - SLACK) then, which is not rounded. Over bf16 they follow each maximum, so
+// that of a row's weights the largest, whose error counts most, has none. The sink joins the sum at
+// the end.
 //
-// IS_OPTIMISTIC: where nothing is masked, no maximum is looked for either. Powers are taken
-// relative to the reference as it is, and only if their sum comes out too large does the warp
-// multiply these keys once more, by itself, and raise its references first.
+// Full layers over e4m3 are optimistic: where nothing is masked, no maximum is looked for either.
+// Powers are taken relative to the reference as it is, and only if one comes out too large does the
+// warp multiply these keys once more, by itself, and raise its references first.
+//
+// HAS_ONES: a row's powers are summed as they were rounded, by the tensor cores: behind the
+// dimensions of values there are 8 columns of ones.
 //
 // Keys come from the last to the first, so that the block that the diagonal crosses, and that ends
 // with slots of nobody, is the first one, which is written out. OVERLAPS: scores of the next block
@@ -35,19 +39,19 @@ constexpr int ROW_BYTES = D * 2;  // of queries, of results
 constexpr int CACHE_ROW_BYTES = D * CACHE_BYTES;
 constexpr bool FP8 = CACHE_BYTES == 1;  // values are transposed, on their way from slot to slot
 
-// A window has two or three blocks, of which hardly any has nothing to mask; with that few, only
-// what e4m3 needs more instructions for gains by an overlap.
-constexpr bool IS_OPTIMISTIC = !HAS_WINDOW;
+// A window has two or three blocks. With that few, only what e4m3 needs more instructions for gains
+// by an overlap, or by fewer additions.
 constexpr bool OVERLAPS = FP8 || !HAS_WINDOW;
+constexpr bool HAS_ONES = OVERLAPS;
+constexpr int COLUMNS = HAS_ONES ? D + 8 : D;  // of sums
 constexpr int KEPT_EVERY = 2;
 constexpr int KEPT = FP8 && !HAS_WINDOW ? D / 2 : 0;  // sums of a thread
 // log2 of the largest power. bf16 has fp32's range, but e4m3 keeps the most of small powers where
 // the largest are as large as it can hold.
 constexpr int HIGHEST = 8;
 // log2 of how far a maximum may outgrow the one that a reference was taken from. Of e4m3 that costs
-// bits of small powers; but without maxima, 16 powers of 2^(HIGHEST - SLACK) must not seem too many.
-// In a window a row's largest power, which weighs the most, is to be the one that is not rounded.
-constexpr int SLACK = FP8 ? (IS_OPTIMISTIC ? 4 : 2) : IS_OPTIMISTIC ? 8 : 0;
+// bits of small powers; but without maxima references are to move seldom.
+constexpr int SLACK = FP8 ? (HAS_WINDOW ? 2 : 4) : 0;
 
 constexpr int ROWS = 64 * WARPGROUPS;
 constexpr int MATH_THREADS = 128 * WARPGROUPS;
@@ -58,18 +62,20 @@ constexpr int HELPERS = FP8 ? 3 : 1;  // warps
 constexpr int QUERY_BYTES = ROWS * ROW_BYTES;
 constexpr int BLOCK_BYTES = BLOCK_N * CACHE_ROW_BYTES;  // of keys, or of values
 // Of values as they are multiplied: where they were loaded, or in rows of a dimension each.
-constexpr int TRANSPOSED_BYTES = FP8 ? D * 128 : BLOCK_BYTES;
+constexpr int TRANSPOSED_BYTES = FP8 ? COLUMNS * 128 : BLOCK_BYTES;
 
 constexpr int QUERY_OFFSET = 0;
 constexpr int KEY_OFFSET = QUERY_OFFSET + QUERY_SLOTS * QUERY_BYTES;
 constexpr int VALUE_OFFSET = KEY_OFFSET + STAGES * BLOCK_BYTES;
 constexpr int TRANSPOSED_OFFSET = FP8 ? VALUE_OFFSET + STAGES * BLOCK_BYTES : VALUE_OFFSET;
 constexpr int KEPT_OFFSET = TRANSPOSED_OFFSET + TRANSPOSED_STAGES * TRANSPOSED_BYTES;
-constexpr int TILE_OFFSET = KEPT_OFFSET + MATH_THREADS * KEPT * 4;
+constexpr int KEPT_TOTAL_OFFSET = KEPT_OFFSET + MATH_THREADS * KEPT * 4;
+constexpr int ONES_OFFSET = KEPT_TOTAL_OFFSET + (KEPT ? MATH_THREADS * 8 : 0);
+constexpr int TILE_OFFSET = ONES_OFFSET + (HAS_ONES && !FP8 ? 16 * ROW_BYTES : 0);
 constexpr int BARRIER_OFFSET = TILE_OFFSET + QUERY_SLOTS * 32;
 constexpr int NUM_BARRIERS = 4 * QUERY_SLOTS + 4 * STAGES + (FP8 ? 2 * TRANSPOSED_STAGES : 0);
 static_assert(BARRIER_OFFSET + NUM_BARRIERS * 8 <= SHARED_BYTES, "too little memory");
-static_assert(KEY_OFFSET % 1024 == 0 && BLOCK_BYTES % 1024 == 0,
+static_assert(KEY_OFFSET % 1024 == 0 && BLOCK_BYTES % 1024 == 0 && ONES_OFFSET % 1024 == 0,
               "a swizzle counts from multiples of 1024 bytes");
 static_assert(BLOCK_N % 16 == 0 && BLOCK_N <= 256, "wgmma multiplies 8 to 256 columns, 16 deep");
 static_assert(!FP8 || BLOCK_N % 32 == 0 && BLOCK_N <= 128,
@@ -90,9 +96,6 @@ constexpr int TRANSPOSED_EMPTY = FP8 ? TRANSPOSED_FULL + TRANSPOSED_STAGES * 8 :
 
 constexpr int GROUP_BARRIER = 1;  // + warpgroup. Named barrier 0 is __syncthreads.
 
-// Of half of a lane's powers of one row and block, where no maximum is looked for: none of them is
-// larger. 448 is the largest e4m3 value.
-constexpr float MAXIMUM_SUM = FP8 ? 448 : 0x1p40f;
 // Below every score, and its difference to one is no NaN.
 constexpr float NO_REFERENCE = -1e37f;
 
@@ -339,20 +342,27 @@ struct Producer {
 
 // ---- warpgroups that multiply ----------------------------------------------------------------
 
+// Of the first slot of values, and of the ones behind their dimensions.
+__device__ __forceinline__ uint32_t values_descriptor(uint32_t shared);
+
+// What all threads of a block write there.
+__device__ __forceinline__ void put_ones(uint32_t shared);
+
 struct Math {
     // A lane has rows lane / 4 and that + 8 of its warp's 16, and of each 8 columns the two from
     // lane % 4 * 2 on: element 4 i + 2 r + c is row r, column 8 i + c.
     float scores[BLOCK_N / 2];
     uint32_t powers[BLOCK_N * CACHE_BYTES / 32][4];  // as the left operand of multiply_values
-    float sums[D / 2];
-    float offset[2], total[2], factor[2];
-    float added[4];  // of a block's powers: in even and odd columns, of either row
+    float sums[COLUMNS / 2];
+    float offset[2];
+    float factor[2];  // of sums, where references have moved
+    float total[2];  // of the lane's powers, where no ones sum them
     float kept[KEPT + 1];  // there is no array of none
     float scale[2];  // of scores, as powers of two
 
     const uint32_t shared;
     const Arguments& arguments;
-    const int group, lane = threadIdx.x % 32;
+    const int group;
     const int warp_row;  // of the tile, this warp's first
     const uint32_t query_descriptor, key_descriptor, value_descriptor;  // of the first slots
     Ring<QUERY_SLOTS> queries;
@@ -368,14 +378,20 @@ struct Math {
           query_descriptor(same_in_warp(
               matrix_descriptor(shared + QUERY_OFFSET + group * 64 * ROW_BYTES))),
           key_descriptor(same_in_warp(matrix_descriptor(shared + KEY_OFFSET))),
-          value_descriptor(same_in_warp(matrix_descriptor(shared + TRANSPOSED_OFFSET))) {}
+          value_descriptor(same_in_warp(values_descriptor(shared))) {}
+
+    __device__ __forceinline__ int own_lane() const {
+        return (KEPT ? computed_here(threadIdx.x) : threadIdx.x) % 32;  // or a register holds it
+    }
 
     // What each kernel does in its own way. prepare_queries: and sets `scale`.
     __device__ __forceinline__ void prepare_queries();
     __device__ __forceinline__ void multiply_keys();
     __device__ __forceinline__ void round_powers();
     __device__ __forceinline__ void multiply_values(bool accumulate);
+
     __device__ __forceinline__ void release(uint32_t empty) const {
+        const int lane = own_lane();
         __syncwarp();
         if (lane == 0) barrier_arrive(empty);
     }
@@ -407,6 +423,7 @@ struct Math {
 
     // Scores of keys that a row's token does not see become -inf, whatever they are.
     __device__ __forceinline__ void mask(int block) {
+        const int lane = own_lane();
         const int first_key = block * BLOCK_N, column = first_key + lane % 4 * 2;
         const int row = warp_row + lane / 4;
         const int last[2] = {last_key(row) - column, last_key(row + 8) - column};
@@ -426,84 +443,100 @@ struct Math {
     // Whether sums have to be multiplied by `factor`, since a row has a new reference, as all rows
     // have that may, where a power would be above 2^limit.
     __device__ __forceinline__ bool raise_references(float limit = HIGHEST) {
-        float largest[4];
+        constexpr int PARTS = KEPT ? 1 : 2;  // of a row: less to wait for, or fewer registers
+        float largest[2][PARTS];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) largest[i] = scores[i];
+        for (int i = 0; i < BLOCK_N / 2; ++i) {
+            float& part = largest[i / 2 % 2][i % PARTS];
+            part = i < 4 && i % 2 < PARTS ? scores[i] : fmaxf(part, scores[i]);
+        }
 #pragma unroll
-        for (int i = 4; i < BLOCK_N / 2; ++i) largest[i % 4] = fmaxf(largest[i % 4], scores[i]);
-        largest[0] = fmaxf(largest[0], largest[1]);
-        largest[1] = fmaxf(largest[2], largest[3]);
-        const float above = fmaxf(fmaf(largest[0], scale[0], offset[0]),
-                                  fmaf(largest[1], scale[1], offset[1]));
+        for (int r = 0; r < 2; ++r) largest[r][0] = fmaxf(largest[r][0], largest[r][PARTS - 1]);
+        const float above = fmaxf(fmaf(largest[0][0], scale[0], offset[0]),
+                                  fmaf(largest[1][0], scale[1], offset[1]));
         if (!__any_sync(ALL_LANES, above > limit)) return false;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            float largest_of_row = largest[r];
+            float largest_of_row = largest[r][0];
             largest_of_row = fmaxf(largest_of_row, __shfl_xor_sync(ALL_LANES, largest_of_row, 1));
             largest_of_row = fmaxf(largest_of_row, __shfl_xor_sync(ALL_LANES, largest_of_row, 2));
             const float most = fmaf(largest_of_row, -scale[r], HIGHEST - SLACK);
-            const float lowered = fminf(offset[r], FP8 || HAS_WINDOW ? most : floorf(most));
+            const float lowered = fminf(offset[r], most);
             factor[r] = exp2_approx(lowered - offset[r]);
             offset[r] = lowered;
-            total[r] *= factor[r];
+            if constexpr (!HAS_ONES) total[r] *= factor[r];
         }
         return true;
     }
 
     // Each score becomes its power of two.
     __device__ __forceinline__ void raise_to_powers() {
+        float added[4];  // in even and odd columns, of either row
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 2; ++i) {
             scores[i] = exp2_approx(fmaf(scores[i], scale[i / 2 % 2], offset[i / 2 % 2]));
-            added[i % 4] = i < 4 ? scores[i] : added[i % 4] + scores[i];
+            if constexpr (!HAS_ONES) added[i % 4] = i < 4 ? scores[i] : added[i % 4] + scores[i];
         }
-    }
-
-    __device__ __forceinline__ void add_powers() {
-        total[0] += added[0] + added[1];
-        total[1] += added[2] + added[3];
+        if constexpr (!HAS_ONES) {
+            total[0] += added[0] + added[1];
+            total[1] += added[2] + added[3];
+        }
     }
 
     __device__ __forceinline__ void rescale() {
 #pragma unroll
-        for (int i = 0; i < D / 2; ++i) sums[i] *= factor[i / 2 % 2];
+        for (int i = 0; i < COLUMNS / 2; ++i) sums[i] *= factor[i / 2 % 2];
 #pragma unroll
         for (int i = 0; i < KEPT; ++i) kept[i] *= factor[i / 2 % 2];
+        if constexpr (KEPT > 0)
+            put_kept_totals(kept_total(0) * factor[0], kept_total(1) * factor[1]);
     }
 
-    // This warp's scores once more, by itself.
+    // Of e4m3: this warp's scores once more, by itself.
     __device__ __forceinline__ void multiply_keys_again() {
-        constexpr int DEPTH = 32 / CACHE_BYTES;  // of a product
+        const int lane = own_lane();
         // Of a row the first or the second 16 bytes, swizzled as the copy engine does it.
         const uint32_t query = shared + QUERY_OFFSET + queries.slot * QUERY_BYTES +
                                (warp_row + lane % 16) * ROW_BYTES + (lane / 16 ^ lane % 8) * 16;
         const uint32_t key = shared + KEY_OFFSET + keys.slot * BLOCK_BYTES +
                              (lane / 16 * 8 + lane % 8) * CACHE_ROW_BYTES +
-                             (lane / 8 % 2 ^ lane % 8 / (128 / CACHE_ROW_BYTES)) * 16;
+                             (lane / 8 % 2 ^ lane % 8 / 2) * 16;
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 16; ++i) {
             float part[2][4] = {};
-#pragma unroll(FP8 ? 1 : D / DEPTH)  // over e4m3 registers do not suffice for more
-            for (int k = 0; k < D / DEPTH; ++k) {
+#pragma unroll 1  // registers do not suffice for more
+            for (int k = 0; k < D / 32; ++k) {
                 uint32_t a[4], b[4];
                 load_matrices(computed_here(query) ^ k * 32, a);
                 load_matrices((computed_here(key) ^ k * 32) + i * 16 * CACHE_ROW_BYTES, b);
-                if constexpr (FP8) {
-                    multiply_e4m3(part[0], a, {b[0], b[1]});
-                    multiply_e4m3(part[1], a, {b[2], b[3]});
-                } else {
-                    multiply_bf16(part[0], a, {b[0], b[1]});
-                    multiply_bf16(part[1], a, {b[2], b[3]});
-                }
+                multiply_e4m3(part[0], a, {b[0], b[1]});
+                multiply_e4m3(part[1], a, {b[2], b[3]});
             }
 #pragma unroll
             for (int j = 0; j < 8; ++j) scores[8 * i + j] = part[j / 4][j % 4];
         }
     }
 
+    // Of e4m3, where no maximum was looked for. Whether references have moved.
+    __device__ __forceinline__ bool lower_powers() {
+        uint32_t seen = 0;  // the highest bit of a byte that was 2^8 or more, or NaN
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 8; ++i) seen |= powers[i / 4][i % 4] + 0x08080808;
+        if (!__any_sync(ALL_LANES, seen & 0x80808080)) return false;
+        put_kept_away();
+        multiply_keys_again();
+        const bool is_raised = raise_references(HIGHEST - SLACK);
+        raise_to_powers();
+        round_powers();
+        take_kept_back();
+        return is_raised;
+    }
+
     // Beside the values of the block before, with the lane's powers of that one.
-    template <bool OPTIMISTIC>
+    template <bool MAY_BE_MASKED>
     __device__ __forceinline__ void attend_to_next(int block, bool accumulate) {
+        constexpr bool IS_OPTIMISTIC = FP8 && !MAY_BE_MASKED;
+        if constexpr (KEPT > 0) factor[0] = factor[1] = 1;  // no register holds those before
         wait_for_keys();
         wait_for_values();
         multiply_keys();
@@ -511,9 +544,9 @@ struct Math {
         wgmma_wait<1>();
         fence_registers(scores);
         bool is_raised = false;
-        if constexpr (!OPTIMISTIC) {
+        if constexpr (!IS_OPTIMISTIC) {
             release_keys();
-            mask(block);
+            if constexpr (MAY_BE_MASKED) mask(block);
             is_raised = raise_references();
         }
         raise_to_powers();
@@ -523,19 +556,10 @@ struct Math {
         fence_registers(sums);
         release_values();
         round_powers();
-        if constexpr (OPTIMISTIC) {
-            const float largest = fmaxf(fmaxf(added[0], added[1]), fmaxf(added[2], added[3]));
-            if (__any_sync(ALL_LANES, !(largest < MAXIMUM_SUM))) {
-                put_kept_away();
-                multiply_keys_again();
-                is_raised = raise_references(HIGHEST - SLACK);
-                raise_to_powers();
-                round_powers();
-                take_kept_back();
-            }
+        if constexpr (IS_OPTIMISTIC) {
+            is_raised = lower_powers();
             release_keys();
         }
-        add_powers();
         if (is_raised) rescale();
     }
 
@@ -545,8 +569,29 @@ struct Math {
         if (is_time) {
 #pragma unroll
             for (int i = 0; i < KEPT; ++i) kept[i] += sums[i];
+            if constexpr (KEPT > 0)
+                put_kept_totals(kept_total(0) + total_of(0), kept_total(1) + total_of(1));
         }
         return is_time;
+    }
+
+    // Of a row's powers, as ones have summed them.
+    __device__ __forceinline__ float& total_of(int r) {
+        return sums[COLUMNS / 2 - 4 + 2 * r];
+    }
+
+    // What is kept of that, in shared memory.
+    __device__ __forceinline__ uint32_t kept_totals() const {
+        return computed_here(shared + KEPT_TOTAL_OFFSET + threadIdx.x * 4);
+    }
+
+    __device__ __forceinline__ float kept_total(int r) const {
+        return load_shared(kept_totals() + r * MATH_THREADS * 4);
+    }
+
+    __device__ __forceinline__ void put_kept_totals(float first, float second) const {
+        store_shared(kept_totals(), first);
+        store_shared(kept_totals() + MATH_THREADS * 4, second);
     }
 
     // To shared memory and back, where registers are needed for something else.
@@ -572,6 +617,7 @@ struct Math {
         total[0] = total[1] = 0;
 #pragma unroll
         for (int i = 0; i < KEPT; ++i) kept[i] = 0;
+        if constexpr (KEPT > 0) put_kept_totals(0, 0);
         int block = tile.num_blocks() - 1;
         wait_for_keys();
         multiply_keys();
@@ -581,20 +627,19 @@ struct Math {
         mask(block);
         raise_references();
         raise_to_powers();
-        add_powers();
         round_powers();
         wait_for_values();
         if (!FP8) barrier_wait(shared + END_CLEARED + queries.slot * 8, queries.phase);
         bool accumulate = false;
         if constexpr (OVERLAPS) {
-            const int first_masked = IS_OPTIMISTIC ? (tile.position + 1) / BLOCK_N : 0;
+            const int first_masked = HAS_WINDOW ? 0 : (tile.position + 1) / BLOCK_N;
             while (--block >= first_masked) {
-                attend_to_next<false>(block, accumulate);
+                attend_to_next<true>(block, accumulate);
                 accumulate = !keep(block);
             }
-            if constexpr (IS_OPTIMISTIC) {
+            if constexpr (!HAS_WINDOW) {
                 for (; block >= 0; --block) {
-                    attend_to_next<true>(block, accumulate);
+                    attend_to_next<false>(block, accumulate);
                     accumulate = !keep(block);
                 }
             }
@@ -613,7 +658,6 @@ struct Math {
                 mask(block);
                 if (raise_references()) rescale();
                 raise_to_powers();
-                add_powers();
                 round_powers();
                 wait_for_values();
                 accumulate = true;
@@ -627,6 +671,10 @@ struct Math {
         release_values();
 #pragma unroll
         for (int i = 0; i < KEPT; ++i) sums[i] += kept[i];
+        if constexpr (KEPT > 0) {
+            total_of(0) += kept_total(0);
+            total_of(1) += kept_total(1);
+        }
     }
 
     // Through the place of the tile's queries, which all four warps have multiplied.
@@ -638,9 +686,11 @@ struct Math {
         float inverse[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            float sum = total[r];
-            sum += __shfl_xor_sync(ALL_LANES, sum, 1);
-            sum += __shfl_xor_sync(ALL_LANES, sum, 2);
+            float sum = HAS_ONES ? total_of(r) : total[r];
+            if constexpr (!HAS_ONES) {
+                sum += __shfl_xor_sync(ALL_LANES, sum, 1);
+                sum += __shfl_xor_sync(ALL_LANES, sum, 2);
+            }
             const int head = first_head + ((warp_row + lane / 4 + r * 8) & mask);
             const float sink = __ldg(arguments.sinks + head);
             sum += exp2_approx(fmaf(sink, LOG2_E, offset[r]));
@@ -724,6 +774,7 @@ __device__ __forceinline__ void attend(uint32_t shared, const TensorMap& query_m
         }
         barrier_init_fence();
     }
+    if constexpr (HAS_ONES) put_ones(shared);
     __syncthreads();
 
     if (group == WARPGROUPS) {

@@ -1,7 +1,8 @@
 // attention_prefill.cuh over caches of e4m3: queries and powers are rounded to e4m3, and multiplied
 // with keys and values as they are.
 //
-// The warpgroup of a row of queries gives it a power of two as its scale, and rounds it in place.
+// The warpgroup of a row of queries gives it a scale, and rounds it in place. The largest becomes
+// 2^8, which is not rounded.
 //
 // A wgmma in 8 bits wants its right operand along K, which for values are keys. So three warps
 // transpose values on their way from slot to slot: rows become dimensions. Of 8 keys x 16
@@ -115,9 +116,22 @@ struct Transposer {
 
 // ---- warpgroups that multiply ----------------------------------------------------------------
 
+__device__ __forceinline__ uint32_t values_descriptor(uint32_t shared) {
+    return matrix_descriptor(shared + TRANSPOSED_OFFSET);
+}
+
+// As 8 more dimensions of each slot.
+__device__ __forceinline__ void put_ones(uint32_t shared) {
+    constexpr int ONES = 0x38383838;
+    for (int i = threadIdx.x; i < TRANSPOSED_STAGES * 64; i += THREADS)
+        store_shared(shared + TRANSPOSED_OFFSET + i / 64 * TRANSPOSED_BYTES + D * 128 + i % 64 * 16,
+                     ONES, ONES, ONES, ONES);
+    shared_fence();  // the tensor cores read there
+}
+
 // The warp's rows of bf16 become e4m3, in the first half of each. Two lanes have a row.
 __device__ __forceinline__ void Math::prepare_queries() {
-    const int row = lane / 2, half = lane % 2;
+    const int lane = own_lane(), row = lane / 2, half = lane % 2;
     const uint32_t place =
         shared + QUERY_OFFSET + queries.slot * QUERY_BYTES + (warp_row + row) * ROW_BYTES;
     uint32_t pairs[16];
@@ -135,10 +149,9 @@ __device__ __forceinline__ void Math::prepare_queries() {
     for (int i = 0; i < 16; ++i) largest = max_pair(largest, pairs[i] & 0x7FFF7FFF);
     largest = max_pair(largest, __shfl_xor_sync(ALL_LANES, largest, 1));
     largest = max(largest & 0xFFFF, largest >> 16);
-    // The power of two that takes it to at most 448 = 1.75 * 2^8, as the bits of a bf16.
-    const uint32_t scale_bits = ((largest + 0x1F) & 0xFF80) - (8 << 7);
+    const uint32_t scale_bits = largest - (8 << 7);  // of a bf16
     const bool is_finite = largest < 0x7F80;
-    const float inverse = __uint_as_float((254 << 23) - (scale_bits << 16));
+    const float inverse = reciprocal_approx(__uint_as_float(scale_bits << 16));
     int words[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -179,7 +192,7 @@ __device__ __forceinline__ void Math::multiply_values(bool accumulate) {
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < BLOCK_N / 32; ++k)  // 32 bytes along a swizzled row
-        wgmma_e4m3_registers<D>(sums, powers[k], value + 2 * k, accumulate || k != 0);
+        wgmma_e4m3_registers<COLUMNS>(sums, powers[k], value + 2 * k, accumulate || k != 0);
     wgmma_commit();
 }
 
