@@ -12,6 +12,7 @@ to which of two e4m3 numbers it is rounded, 6 % apart; so what a token's activat
 summed in fp64 and rounded to fp32, where no batch, chunk or thread shows.
 """
 
+import functools
 import math
 from itertools import pairwise
 from typing import NamedTuple
@@ -46,8 +47,8 @@ VALUES_WIDENED = 2**19  # of an FP8 weight at a time: 4 MiB in fp64 stay in a CP
 QUERY_TILE = 256  # a tile of a window layer sees 127 keys more than it has queries
 MAX_SCORES = 2**24  # 64 MiB, weights in fp64 128 more: a long context gets fewer queries a tile
 WEIGHT_BITS = 40  # of the likeliest token's weight
-# 2^x = 1 + x (0.693... + x (...)) to 9e-8 for |x| <= 1/2, the last coefficient first.
-EXP2 = (0.0013264727, 0.009671513, 0.055507336, 0.24022242, 0.693147)
+# Of 2^x = 1 + x (0.693... + x (...)) to 3e-6 for x in [0, 1), times 2^24, the last one first.
+EXP2 = (225_262, 876_483, 4_048_010, 11_627_363, 2**24)
 NUM_CANDIDATES = 1024  # most top_p sets are smaller; a larger one costs a full sort of its row
 LEAST_AMAX = 1e-10  # a group of smaller values still has a scale that is a normal number
 
@@ -673,21 +674,28 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
 
 
 def token_weights(values: Tensor, temperature: float) -> Tensor:
-    """2^40 exp((values - max) / temperature) to 2^-20 of itself, rounded down: fp32 [V] -> int64
+    """2^40 exp((values - max) / temperature) to 1e-5 of itself, rounded down: fp32 [V] -> int64 [V]
 
-    By operations that all devices round alike, one at a time. So nothing is ever drawn that is less
-    likely than the likeliest by 2^-40.
+    By operations that all devices round alike. Nothing is ever drawn that is less likely than the
+    likeliest by 2^-40, and a larger value never weighs less.
     """
     rate = torch.tensor(math.log2(math.e) / temperature, dtype=torch.float32)
     exponent = ((values - values.max()) * rate).clamp_(min=-48)  # where the weight is 0
-    whole = exponent.round()
-    x = exponent.sub_(whole)
+    # From 144 to 192 a number of fp32 has 16 bits behind the point.
+    bits = exponent.add_(192).view(torch.int32)
+    mantissa = _powers_of_two().to(bits.device).index_select(0, bits & 0xFFFF)
+    return mantissa << WEIGHT_BITS - 23 >> 64 - (bits >> 16 & 0x7F)
+
+
+@functools.cache
+def _powers_of_two() -> Tensor:
+    """2^(23 + x) for the 2^16 numbers x in [0, 1) with 16 bits: int64 [65536]"""
+    x = torch.arange(2**16, dtype=torch.float64) / 2**16
     power = torch.zeros_like(x)
     for coefficient in EXP2:
-        power.add_(coefficient).mul_(x)
-    # 2^x + 2: of its bits the last stands for 2^-22.
-    mantissa = power.add_(3).view(torch.int32).sub_(0x40000000).long()
-    return mantissa << WEIGHT_BITS - 22 >> -whole.long()
+        # As fused instructions: fp64 has all bits of the sum, and it is rounded once.
+        power = (power * x + coefficient / 2**24).float().double()
+    return (power * 2**23).long()
 
 
 def _cut(weights: Tensor, values: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:

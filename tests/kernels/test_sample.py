@@ -230,7 +230,10 @@ WRONG_LINES = {
     "min_p is rounded down": ("ceil(min_p", "floor(min_p"),
     "what is least is not kept": ("value < least) return", "value <= least) return"),
     "all temperatures are 1": ("LOG2_E / temperature", "LOG2_E"),
-    "weights are rounded once less": ("__fadd_rn(__fmul_rn(power, x), 3.f)", "fmaf(power, x, 3.f)"),
+    "weights are rounded once more": (
+        "fmaf(power, x, 1.f)",
+        "__fadd_rn(__fmul_rn(power, x), 1.f)",
+    ),
     "the last weights are lost": ("rate), -48.f)", "rate), -30.f)"),
     "nothing is masked": ("[place] = NONE >> 16", "[place] += 0"),
     "one turn for all digits": ("shift / DIGIT_BITS % 2", "0"),

@@ -45,16 +45,16 @@ def test_every_token_is_drawn_as_often_as_it_is_likely():
 
 
 def test_weights_are_those_of_a_softmax():
-    values = torch.randn(20000, generator=torch.Generator().manual_seed(0)) * 6
+    values = (torch.randn(20000, generator=torch.Generator().manual_seed(0)) * 6).sort().values
     for temperature in (0.3, 1.0, 7.0):
         weights = reference.token_weights(values, temperature)
         exact = torch.exp((values - values.max()).double() / temperature) * 2**40
-        assert (weights - exact).abs().max() <= 2**20
         large = exact > 2**24
-        assert ((weights - exact).abs() / exact)[large].max() < 2**-20
-        assert weights.max() == 2**40
+        assert ((weights - exact).abs() / exact)[large].max() < 1e-5
         assert weights[exact < 0.99].sum() == 0
-        assert weights.sum() / exact.sum() == pytest.approx(1, abs=2**-22)
+        assert weights.sum() / exact.sum() == pytest.approx(1, abs=2e-6)
+        assert weights[-1] == 2**40
+        assert bool((weights.diff() >= 0).all())
 
 
 def test_what_is_next_to_impossible_is_never_drawn():

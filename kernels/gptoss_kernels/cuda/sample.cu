@@ -276,7 +276,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     } else {
         Kept kept{value_of(order_in(best)), asked.rate, __uint_as_float(NONE), 0};
         if (0 < asked.top_k && asked.top_k < arguments.rows.vocab_size)
-            kept.least = least_kept(shared, part, asked.top_k, 0, [](float) { return uint64_t(1); });
+            kept.least =
+                least_kept(shared, part, asked.top_k, 0, [](float) { return uint64_t(1); });
         if (asked.top_p < 1)
             kept.least = least_kept(shared, part, 0, asked.top_p,
                                     [&](float value) { return kept.weight<true>(value); });

@@ -1,9 +1,9 @@
-// A row of logits in the shared memory of a cluster's CLUSTER blocks, each a part of it in the order
-// of ids: what drawing a token and telling log-probabilities share.
+// A row of logits in the shared memory of a cluster's CLUSTER blocks, each a part of it in the
+// order of ids: what drawing a token and telling log-probabilities share.
 //
-// Each block stores what the others are to know in its own shared memory, cluster_sync lets all pass
-// when all have, and each reads all. What was read behind one is stored anew behind the next one, and
-// no block ends before a last one.
+// Each block stores what the others are to know in its own shared memory, cluster_sync lets all
+// pass when all have, and each reads all. What was read behind one is stored anew behind the next
+// one, and no block ends before a last one.
 
 constexpr int WARPS = THREADS / 32;
 constexpr int WIDTH = 8;  // logits of a vector
@@ -42,21 +42,21 @@ constexpr double LOG2_E = 1.4426950408889634;
 constexpr int WEIGHT_BITS = 40;  // of the largest logit's weight, which is a power of two
 
 // 2^40 2^(rate (value - largest)), rounded down, rate being log2(e) / temperature. As the reference
-// does it, each operation rounded alone: so no sum of weights depends on anything.
+// does it, in the same roundings: so no sum of weights depends on anything.
 __device__ __forceinline__ uint64_t weight_of(float value, float largest, float rate) {
     const float exponent = fmaxf(__fmul_rn(__fsub_rn(value, largest), rate), -48.f);
-    constexpr float WHOLE = 12582912.f;  // added to a small number: it loses its fraction
-    const float shifted = __fadd_rn(exponent, WHOLE);
-    const float x = __fsub_rn(exponent, __fsub_rn(shifted, WHOLE));
-    float power = 0.0013264727f;
-    power = __fadd_rn(__fmul_rn(power, x), 0.009671513f);
-    power = __fadd_rn(__fmul_rn(power, x), 0.055507336f);
-    power = __fadd_rn(__fmul_rn(power, x), 0.24022242f);
-    power = __fadd_rn(__fmul_rn(power, x), 0.693147f);
-    power = __fadd_rn(__fmul_rn(power, x), 3.f);  // 2 + 2^x: its last bit stands for 2^-22
-    const uint64_t mantissa = __float_as_uint(power) - __float_as_uint(2.f);
-    const int down = __float_as_int(WHOLE) - __float_as_int(shifted);
-    return mantissa << (WEIGHT_BITS - 22) >> down;
+    // From 144 to 192 a number has 16 bits behind the point.
+    const float shifted = __fadd_rn(exponent, 192.f);
+    const uint32_t bits = __float_as_uint(shifted);
+    const float x = __fsub_rn(shifted, __uint_as_float(bits & 0xFFFF0000));
+    constexpr float UNIT = 1.f / (1 << 24);
+    float power = fmaf(225262 * UNIT, x, 876483 * UNIT);
+    power = fmaf(power, x, 4048010 * UNIT);
+    power = fmaf(power, x, 11627363 * UNIT);
+    power = fmaf(power, x, 1.f);
+    const uint64_t mantissa = __float_as_uint(power) - 0x3F000000;  // 2^(23 + x)
+    const uint32_t down = (__float_as_uint(192.f) >> 16) - (bits >> 16);
+    return mantissa << (WEIGHT_BITS - 23) >> down;
 }
 
 // ---- a block's part of a row -----------------------------------------------------------------
@@ -134,8 +134,7 @@ struct Part {
         return first_token + vector * WIDTH + i;
     }
 
-    // The first of this thread's tokens with its largest logit; 0 if it has none. Any NaN's, if there
-    // is one.
+    // The first of this thread's tokens with its largest logit, or a NaN's; 0 if it has no token.
     __device__ __forceinline__ uint64_t best() const {
         const int first = threadIdx.x;
         if (first >= num_vectors) return 0;
