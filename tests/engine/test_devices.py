@@ -9,6 +9,11 @@ import torch
 from gptoss_engine import devices
 from gptoss_engine.config import EngineConfig, InvalidConfig
 from gptoss_engine.devices import choose_device
+from gptoss_engine.runner import load_operators
+from gptoss_kernels.cuda import operators
+from gptoss_kernels.cuda.compiler import CudaError
+
+from .sources import model_config
 
 
 class Machine:
@@ -131,3 +136,25 @@ def test_pytorchs_own_warning_is_not_repeated(machine: Machine, monkeypatch: pyt
 def test_the_driver_of_this_machine():
     found = devices._driver_version()
     assert found is None or found > (9, 0)
+
+
+@pytest.mark.parametrize(
+    ("what", "fault"),
+    [
+        ("nvrtc_version", "Hopper kernels are compiled by NVRTC 13, which cannot be loaded"),
+        ("require_hopper", "the NVIDIA driver supports CUDA 12.8, Hopper kernels need 13.0"),
+    ],
+)
+@pytest.mark.parametrize("key", ["gemm", "attention"])
+def test_what_our_kernels_lack_is_said_before_weights_are_loaded(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, key: str, what: str, fault: str
+):
+    def missing(*_: object) -> None:
+        raise CudaError(fault)
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(operators, "require_hopper", lambda device: None)
+    monkeypatch.setattr(operators, what, missing)
+    config = EngineConfig.from_mapping({"gemm": "reference", "attention": "reference", key: "cuda"})
+    with pytest.raises(InvalidConfig, match=fault):
+        load_operators(config, torch.device("cuda"), torch.bfloat16, model_config())

@@ -1,7 +1,11 @@
 """ops.Fp8Operators, ops.AttentionOperators and ops.CommonOperators in CUDA C++ for Hopper."""
 
+import torch
+
+from gptoss_kernels.contracts import LibraryError
 from gptoss_kernels.cuda.attention import attention
 from gptoss_kernels.cuda.combine import combine
+from gptoss_kernels.cuda.compiler import CudaError, nvrtc_version
 from gptoss_kernels.cuda.dispatch_fp8 import dispatch_fp8
 from gptoss_kernels.cuda.grouped_linear_fp8 import grouped_linear_fp8
 from gptoss_kernels.cuda.grouped_swiglu_fp8 import grouped_swiglu_fp8
@@ -11,6 +15,7 @@ from gptoss_kernels.cuda.norm_route import norm_route
 from gptoss_kernels.cuda.quantise import quantise
 from gptoss_kernels.cuda.rms_norm_fp8 import rms_norm, rms_norm_fp8
 from gptoss_kernels.cuda.rope import rope_and_cache_write
+from gptoss_kernels.cuda.runtime import require_hopper
 from gptoss_kernels.cuda.sample import sample
 from gptoss_kernels.cuda.select_rows import embedding, select_rows
 from gptoss_kernels.cuda.unpack_step import unpack_step
@@ -22,6 +27,7 @@ __all__ = [
     "embedding",
     "grouped_linear_fp8",
     "grouped_swiglu_fp8",
+    "library",
     "linear_fp8",
     "logprobs",
     "norm_route",
@@ -33,3 +39,13 @@ __all__ = [
     "select_rows",
     "unpack_step",
 ]
+
+
+def library() -> None:
+    """LibraryError, in words, where kernels cannot be compiled, or a GPU cannot run them."""
+    try:
+        nvrtc_version()
+        if torch.cuda.is_available():
+            require_hopper(torch.cuda.current_device())
+    except CudaError as error:
+        raise LibraryError(str(error)) from error
