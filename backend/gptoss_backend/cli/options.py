@@ -9,11 +9,20 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
-from gptoss_engine.config import EngineConfig, InvalidConfig, read_config_file
+from gptoss_engine.config import (
+    GPU_MAX_NUM_BATCHED_TOKENS,
+    GPU_MAX_NUM_SEQS,
+    EngineConfig,
+    InvalidConfig,
+    read_config_file,
+)
 
 _PANEL = "Engine configuration (flags win over --config)"
 _MEANINGS = {"gemm": "Whose kernels multiply FP8 weights."}
-
+_GPU_DEFAULTS = {
+    "max_num_seqs": GPU_MAX_NUM_SEQS,
+    "max_num_batched_tokens": GPU_MAX_NUM_BATCHED_TOKENS,
+}
 
 Command = Callable[..., None]
 
@@ -68,6 +77,8 @@ def _flag(field: Any, default: Any) -> inspect.Parameter:
     choices = get_args(field.type) if get_origin(field.type) is Literal else None
     said = str(default).lower() if field.type is bool else str(default)
     said = f"Default: {said or 'none'}"
+    if default == field.default and field.name in _GPU_DEFAULTS:
+        said += f", on a GPU {_GPU_DEFAULTS[field.name]}"
     option = typer.Option(
         help=f"{_MEANINGS[field.name]} {said}" if field.name in _MEANINGS else said,
         metavar="|".join(filter(None, choices)) if choices else None,
