@@ -200,8 +200,8 @@ class DeviceSteps:
             full=PageGroup(out.full_tables, out.full_slots),
             window=PageGroup(out.window_tables, out.window_slots),
         )
-        hidden = self._model.forward(inputs, self._cache, self._ops)
-        logits = self._model.logits(hidden, sent.sample_rows, self._ops)
+        hidden = self._model.forward(inputs, self._cache, self._ops, sent.sample_rows)
+        logits = self._model.logits(hidden, self._ops)
         token_ids = self._sampler.sample(logits, sent.sampling)
         self._last_token_ids.index_copy_(0, sent.sample_seats, token_ids)
         return Outputs(token_ids, logits)

@@ -4,8 +4,14 @@ Each layer is attention with sinks, then a mixture of experts, each behind a nor
 residual stream `hidden`. What stands beside each other in memory is asked for at once, so that one
 kernel can do both: a norm with the product that it feeds, a residual with the product that is added
 to it, what the experts gave with the next layer's norm.
+
+Nothing reads the last layer but rows whose next token is due, and the keys and values of all. So of
+a prefill that layer attends, and asks experts, for the last row of each sequence alone.
 """
 
+from dataclasses import replace
+
+import torch
 from torch import Tensor
 
 from gptoss_engine.batch import Inputs, PageGroup
@@ -37,21 +43,30 @@ class GptOss:
         self.weights = weights
         self.rope_table = rope_table
 
-    def forward(self, batch: Inputs, cache: KVCache, ops: Operators) -> Tensor:
-        """The residual stream after the last layer: [T, H]. Fills the cache's slots."""
+    def forward(
+        self, batch: Inputs, cache: KVCache, ops: Operators, rows: Tensor | None = None
+    ) -> Tensor:
+        """The residual stream after the last layer: [T, H]. Fills the cache's slots.
+
+        rows [S], ascending, the last ones of their sequences: of these alone, [S, H].
+        """
+        if rows is not None and len(rows) == len(batch.input_ids):
+            rows = None
         hidden, update = ops.embedding(batch.input_ids, self.weights.embedding), None
         for index, layer in enumerate(self.weights.layers):
-            hidden = self._attention(hidden, update, index, layer, batch, cache, ops)
+            query = self._query(hidden, update, index, layer, batch, cache, ops)
+            if rows is not None and layer is self.weights.layers[-1]:
+                batch, hidden, query = _of_rows(rows, batch, hidden, query, ops)
+            hidden = self._attention(query, hidden, index, layer, batch, cache, ops)
             update = self._mixture_of_experts(hidden, layer, ops)
         return hidden if update is None else ops.combine(*update, residual=hidden)
 
-    def logits(self, hidden: Tensor, sample_rows: Tensor, ops: Operators) -> Tensor:
-        """Of the rows whose next token is due: [T, H], [S] -> [S, V]"""
-        due = ops.select_rows(hidden, sample_rows)
+    def logits(self, hidden: Tensor, ops: Operators) -> Tensor:
+        """[S, H] -> [S, V]"""
         weights, eps = self.weights, self.config.rms_norm_eps
-        return ops.norm_linear(due, weights.norm, eps, weights.unembedding)
+        return ops.norm_linear(hidden, weights.norm, eps, weights.unembedding)
 
-    def _attention(
+    def _query(
         self,
         hidden: Tensor,
         update: Mixture | None,
@@ -61,10 +76,8 @@ class GptOss:
         cache: KVCache,
         ops: Operators,
     ) -> Tensor:
-        """hidden, once the update is added to it in place, and attention."""
-        is_window = self.config.is_window(index)
-        group: PageGroup = batch.window if is_window else batch.full
-        keys, values = cache.keys[index], cache.values[index]
+        """[T, N, D]; adds the update to hidden, in place, and stores keys and values."""
+        group = self._group(index, batch)
         qkv = ops.norm_linear(
             hidden,
             layer.attention_norm,
@@ -73,22 +86,42 @@ class GptOss:
             layer.qkv_bias,
             update=update,
         )
-        query = ops.rope_and_cache_write(
-            qkv, batch.positions, self.rope_table, keys, values, group.slot_mapping
+        return ops.rope_and_cache_write(
+            qkv,
+            batch.positions,
+            self.rope_table,
+            cache.keys[index],
+            cache.values[index],
+            group.slot_mapping,
         )
+
+    def _attention(
+        self,
+        query: Tensor,
+        hidden: Tensor,
+        index: int,
+        layer: LayerWeights,
+        batch: Inputs,
+        cache: KVCache,
+        ops: Operators,
+    ) -> Tensor:
+        """hidden, and attention's output, added to it."""
         attended = ops.attention(
             query,
-            keys,
-            values,
+            cache.keys[index],
+            cache.values[index],
             layer.sinks,
             batch.query_start,
             batch.seq_lens,
-            group.page_tables,
+            self._group(index, batch).page_tables,
             scale=self.config.head_dim**-0.5,
-            window=self.config.sliding_window if is_window else None,
+            window=self.config.sliding_window if self.config.is_window(index) else None,
             decodes=batch.decodes,
         )
         return ops.linear(attended, layer.out, layer.out_bias, residual=hidden)
+
+    def _group(self, index: int, batch: Inputs) -> PageGroup:
+        return batch.window if self.config.is_window(index) else batch.full
 
     def _mixture_of_experts(self, hidden: Tensor, layer: LayerWeights, ops: Operators) -> Mixture:
         routed = ops.norm_route(
@@ -111,3 +144,16 @@ class GptOss:
             swiglu_limit=self.config.swiglu_limit,
             dispatched=routed.dispatched,
         )
+
+
+def _of_rows(
+    rows: Tensor, batch: Inputs, hidden: Tensor, query: Tensor, ops: Operators
+) -> tuple[Inputs, Tensor, Tensor]:
+    """hidden and query of these rows, and what attention reads where no others have queries."""
+    # How many of them lie before each sequence's first row.
+    starts = torch.searchsorted(rows, batch.query_start.to(rows.dtype)).to(torch.int32)
+    # No sequence has more queries than before; the host does not know more.
+    decodes = batch.decodes._replace(num_queries=min(batch.decodes.num_queries, len(rows)))
+    selected = ops.select_rows(query.flatten(1), rows).view(len(rows), *query.shape[1:])
+    due = replace(batch, query_start=starts, decodes=decodes)
+    return due, ops.select_rows(hidden, rows), selected

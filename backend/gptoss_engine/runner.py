@@ -122,8 +122,8 @@ class Runner:
             device=self._device,
         )
         batch.input_ids[batch.pending_rows] = self._last_token_ids[batch.pending_seats]
-        hidden = self._model.forward(batch, self._cache, self._ops)
-        logits = self._model.logits(hidden, batch.sample_rows, self._ops)
+        hidden = self._model.forward(batch, self._cache, self._ops, batch.sample_rows)
+        logits = self._model.logits(hidden, self._ops)
         rows = batch.sampling.to(self._device)
         token_ids = self._sampler.sample(logits, rows)
         self._last_token_ids[batch.sample_seats] = token_ids

@@ -48,4 +48,4 @@ def logits_of_all(
     model = GptOss(config, weights, table)
     with torch.inference_mode():
         hidden = model.forward(batch, cache, operators)
-        return model.logits(hidden, torch.arange(num_tokens, device=hidden.device), operators)
+        return model.logits(hidden, operators)

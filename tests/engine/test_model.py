@@ -17,7 +17,7 @@ from gptoss_engine.checkpoints.tensor_source import WeightMode
 from gptoss_engine.kv_cache import KVCache
 from gptoss_engine.loading import load_weights
 from gptoss_engine.model import GptOss, rope_table
-from gptoss_engine.model_config import ModelConfig
+from gptoss_engine.model_config import LayerType, ModelConfig
 from gptoss_engine.sequence import PageTables, ScheduledItem, ScheduledStep
 from gptoss_engine.weights import Weights
 from gptoss_kernels import ops
@@ -67,7 +67,7 @@ def logits_of(
                 device=CPU,
             )
             hidden = model.forward(batch, cache, OPS)
-            pieces.append(model.logits(hidden, torch.arange(len(hidden)), OPS))
+            pieces.append(model.logits(hidden, OPS))
             made.num_computed_tokens = end
     return torch.cat(pieces)
 
@@ -108,6 +108,49 @@ def test_chunks_agree_with_transformers(
     cuts = (1, 2, 15, 16, 17, 128, 129, 200, 299)
     logits = logits_of(*loaded(tiny_checkpoint.original), token_ids, cuts)
     assert rel_error(logits, expected) < BOUND
+
+
+def hidden_of(model: GptOss, step: ScheduledStep, cache: KVCache, rows: list[int] | None) -> Tensor:
+    batch = Batch.build(step, page_size=PAGE_SIZE, vocab_size=model.config.vocab_size, device=CPU)
+    with torch.inference_mode():
+        return model.forward(batch, cache, OPS, None if rows is None else torch.tensor(rows).long())
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 2, 61, 290], [1, 290], [288, 289, 290], [61], []], ids=str)
+@pytest.mark.parametrize("last", ["full_attention", "sliding_attention"])
+def test_the_last_layer_of_some_rows_is_that_of_all(
+    tiny_checkpoint: TinyCheckpoint, token_ids: list[int], rows: list[int], last: LayerType
+):
+    """A decode with a guess, one without, a chunk of a prompt, and a prompt's end."""
+    config, weights = loaded(tiny_checkpoint.original)
+    config = replace(config, layer_types=(*config.layer_types[:-1], last))
+    num_pages = 64
+    cache = KVCache.allocate(
+        config,
+        page_size=PAGE_SIZE,
+        num_pages=num_pages,
+        num_window_pages=num_pages,
+        dtype=torch.float32,
+        device=CPU,
+    )
+    for tensor in (*cache.keys, *cache.values):
+        tensor.normal_()
+    items = []
+    for index, (known, new) in enumerate(((40, 2), (150, 1), (10, 59), (20, 229))):
+        made = sequence(token_ids[: known + new], num_computed_tokens=known)
+        pages = list(range(16 * index, 16 * index + 16))
+        made.page_tables = PageTables(pages, pages)
+        items.append(ScheduledItem.of(made, new))
+    model = GptOss(config, weights, rope_table(config, 300, OPS))
+    step = ScheduledStep(tuple(items))
+    whole = hidden_of(model, step, cache, None)
+    kept = [each.clone() for each in (*cache.keys, *cache.values)]
+    found = hidden_of(model, step, cache, rows)
+    assert found.shape == (len(rows), config.hidden_size)
+    assert all(map(torch.equal, (*cache.keys, *cache.values), kept))
+    if rows:
+        assert rel_error(found, whole[rows]) < BOUND
+        assert rel_error(whole[[row - 1 for row in rows]], whole[rows]) > 100 * BOUND
 
 
 @pytest.mark.parametrize(

@@ -158,8 +158,8 @@ def recorded_logits(runner: Runner) -> Iterator[list[Tensor]]:
     found: list[Tensor] = []
     model = runner._model
 
-    def recording(hidden: Tensor, rows: Tensor, ops: Operators) -> Tensor:
-        found.append(type(model).logits(model, hidden, rows, ops))
+    def recording(hidden: Tensor, ops: Operators) -> Tensor:
+        found.append(type(model).logits(model, hidden, ops))
         return found[-1]
 
     with pytest.MonkeyPatch.context() as patch:
