@@ -115,13 +115,20 @@ class Sampler:
         parts = (token_ids[:count],)
         if sampling.is_told:
             parts += self._ops.logprobs(logits[:count], *parts, rows.num_top[:count])
-        # Into pinned memory, which PyTorch keeps for the next steps.
-        parts = tuple(part.to("cpu", non_blocking=True, copy=True) for part in parts)
         if logits.device.type != "cuda":
-            return Sampled(parts, sampling.num_top, None)
+            # A later step may write to the same memory.
+            return Sampled(tuple(part.clone() for part in parts), sampling.num_top, None)
+        on_host = tuple(_pinned_like(part) for part in parts)
+        for part, copy in zip(parts, on_host, strict=True):
+            self._ops.transfer(part, copy)
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(logits.device))
-        return Sampled(parts, sampling.num_top, event)
+        return Sampled(on_host, sampling.num_top, event)
+
+
+def _pinned_like(tensor: Tensor) -> Tensor:
+    """From what PyTorch keeps of earlier steps."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
 
 def uniforms(seeds: np.ndarray, indices: np.ndarray) -> np.ndarray:

@@ -39,6 +39,7 @@ class ComposedOperators:
         self.select_rows = common.select_rows
         self.sample = common.sample
         self.logprobs = common.logprobs
+        self.transfer = common.transfer
         self.unpack_step = common.unpack_step
 
     def linear(

@@ -153,6 +153,8 @@ class CommonOperators(Protocol):
         self, logits: Tensor, token_ids: Tensor, num_top: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
+    def transfer(self, source: Tensor, target: Tensor) -> None: ...
+
     def unpack_step(
         self,
         items: Tensor,

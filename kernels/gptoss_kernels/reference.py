@@ -750,3 +750,11 @@ def logprobs(logits: Tensor, token_ids: Tensor, num_top: Tensor) -> tuple[Tensor
             top_ids[row, :count] = ids
             top[row, :count] = values[ids] - normaliser
     return chosen, top_ids, top
+
+
+def transfer(source: Tensor, target: Tensor) -> None:
+    """target <- source, of one dtype and shape, one of them on a GPU and the other in pinned memory
+
+    Enqueued on the current stream. Where there is no GPU it is done at once.
+    """
+    target.copy_(source, non_blocking=True)

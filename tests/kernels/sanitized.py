@@ -40,7 +40,15 @@ from gptoss_kernels.contracts import (
 )
 from gptoss_kernels.cuda import attention_decode as decode
 from gptoss_kernels.cuda import attention_prefill as prefill
-from gptoss_kernels.cuda import few_rows_fp8, grouped_fp8, logprobs, rope, sample, unpack_step
+from gptoss_kernels.cuda import (
+    few_rows_fp8,
+    grouped_fp8,
+    logprobs,
+    rope,
+    sample,
+    transfer,
+    unpack_step,
+)
 from gptoss_kernels.cuda import linear_fp8 as dense
 from gptoss_kernels.cuda.build import SERVED_MODELS, ModelSizes
 from gptoss_kernels.cuda.combine import choose_combine_layout, combine
@@ -747,6 +755,23 @@ def sampling_calls() -> Iterator[Call]:
     yield Call((logprobs.spec(vocabulary),), told)
 
 
+def pinned(tensor: Tensor) -> Tensor:
+    return tensor.pin_memory()
+
+
+def transfer_calls() -> Iterator[Call]:
+    def error(from_host: bool) -> float:
+        host = pinned(torch.randn(2500))
+        (there,) = on_gpu(torch.randn(2500))
+        source, target = (host, there) if from_host else (there, host)
+        transfer.transfer(source, target)
+        torch.cuda.synchronize()
+        return norm_error(target, source.cpu())
+
+    for from_host in (True, False):
+        yield Call((transfer.spec(from_host=from_host),), partial(error, from_host))
+
+
 # The longest first, so that none of them is the last to start.
 OPERATORS: dict[str, Callable[[], Iterable[Call]]] = {
     "linear_fp8": partial(linear_calls, LinearTile),
@@ -769,4 +794,5 @@ OPERATORS: dict[str, Callable[[], Iterable[Call]]] = {
     "rope_and_cache_write": rope_calls,
     "unpack_step": unpack_calls,
     "sample": sampling_calls,
+    "transfer": transfer_calls,
 }

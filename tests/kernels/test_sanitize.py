@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from gptoss_kernels.cuda import build
+from gptoss_kernels.cuda import build, transfer
 
 from .emulator import Emulation, emulated
 
@@ -79,6 +79,18 @@ def test_every_call_is_taken(
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(sanitized, "DEVICE", "cpu")
+    addresses = set[int]()
+
+    def on_gpu(*tensors: torch.Tensor, original=sanitized.on_gpu) -> list[torch.Tensor]:
+        copies = original(*tensors)
+        addresses.clear()  # of others, which host's memory may have now
+        addresses.update(copy.data_ptr() for copy in copies)
+        return copies
+
+    monkeypatch.setattr(sanitized, "on_gpu", on_gpu)
+    monkeypatch.setattr(sanitized, "pinned", lambda tensor: tensor)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
+    monkeypatch.setattr(transfer, "is_on_gpu", lambda tensor: tensor.data_ptr() in addresses)
     # Values are dear, and what would be expected of them: no check depends on either.
     zeros = functools.partial(torch.zeros, dtype=torch.float8_e4m3fn)
     monkeypatch.setattr(sanitized, "e4m3", lambda *shape: zeros(shape))

@@ -159,12 +159,13 @@ def _bound_by_memory(model: ModelSizes) -> Iterator[KernelSpec]:
 
 
 def _sampling(model: ModelSizes) -> Iterator[KernelSpec]:
-    from gptoss_kernels.cuda import logprobs, sample
+    from gptoss_kernels.cuda import logprobs, sample, transfer
     from gptoss_kernels.cuda.sampling import choose_cluster
 
     for num_rows in _NUM_TOKENS:
         yield sample.spec(model.vocabulary, cluster=choose_cluster(num_rows))
     yield logprobs.spec(model.vocabulary)
+    yield from (transfer.spec(from_host=from_host) for from_host in (True, False))
 
 
 def build(specs: Iterable[KernelSpec], *, jobs: int, cache: Path | None = None) -> Iterator[Built]:

@@ -18,6 +18,7 @@ from gptoss_kernels.cuda.rope import rope_and_cache_write
 from gptoss_kernels.cuda.runtime import require_hopper
 from gptoss_kernels.cuda.sample import sample
 from gptoss_kernels.cuda.select_rows import embedding, select_rows
+from gptoss_kernels.cuda.transfer import transfer
 from gptoss_kernels.cuda.unpack_step import unpack_step
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "rope_and_cache_write",
     "sample",
     "select_rows",
+    "transfer",
     "unpack_step",
 ]
 

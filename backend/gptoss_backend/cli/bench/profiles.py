@@ -23,7 +23,7 @@ _MOST_ROWS = 20
 _OPERATORS = tuple(
     (re.compile(expression), operator)
     for expression, operator in (
-        (r"memcpy|memset", "copies"),
+        (r"memcpy|memset|transfer", "copies"),
         (r"attention", "attention"),
         (r"rope", "RoPE and cache write"),
         (r"few_rows|grouped", "experts"),
