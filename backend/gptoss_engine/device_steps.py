@@ -119,7 +119,7 @@ class DeviceSteps:
         # Whatever lies in a column that no row sees is a page: the reference reads these, too.
         self._room.full_tables.zero_()
         self._room.window_tables.zero_()
-        self._staging = Staging(self._most_bytes(), device)
+        self._staging = Staging(self._most_bytes(), device, ops.transfer)
 
     def _most_bytes(self) -> int:
         """Of a step with as many rows, sequences, new pages and masked tokens as there can be.

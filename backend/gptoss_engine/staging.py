@@ -5,6 +5,7 @@ The device keeps by seat the pages of the running sequences and the tokens that 
 """
 
 from array import array
+from collections.abc import Callable
 from collections.abc import Sequence as Arrays
 from dataclasses import dataclass
 from math import prod
@@ -18,6 +19,9 @@ from gptoss_engine.sequence import PageTables, ScheduledItem, ScheduledStep, Seq
 from gptoss_kernels.ops import NO_SEAT, PENDING, StepItem
 
 ALIGNMENT = 16  # bytes: of each array, as kernels read it
+# More than that the copy engine sends faster than a kernel does, which begins sooner. The kernel's
+# launches are prepared for each size: so there are few sizes.
+_MOST_BY_KERNEL, _UNIT = 65_536, 1024  # bytes
 COPIES = 3  # of the memory that is sent: two steps may be under way while a third is written
 
 
@@ -37,9 +41,15 @@ class Staging:
 
     The same shapes lie at the same addresses, whatever a graph or another step read there: copies
     and readers take turns on one stream. On a CPU the copy is made at once.
+
+    transfer: ops.transfer, for all steps but the largest.
     """
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
+    def __init__(
+        self, num_bytes: int, device: torch.device, transfer: Callable[[Tensor, Tensor], None]
+    ) -> None:
+        num_bytes = -(-num_bytes // _UNIT) * _UNIT
+        self._transfer = transfer
         self._is_cuda = device.type == "cuda"
         self._device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._host = [
@@ -66,7 +76,12 @@ class Staging:
             assert end <= len(memory), f"a step of more than {len(memory)} bytes"
             memory[offset:end] = each.reshape(-1).view(np.uint8)
             parts.append(Part(offset, each.shape, _TYPES[each.dtype]))
-        self._device[:end].copy_(self._host[turn][:end], non_blocking=True)
+        end = -(-end // _UNIT) * _UNIT
+        source, target = self._host[turn][:end], self._device[:end]
+        if end <= _MOST_BY_KERNEL:
+            self._transfer(source, target)
+        else:
+            target.copy_(source, non_blocking=True)
         if self._is_cuda:
             self._copied[turn].record()
         return tuple(parts)

@@ -260,17 +260,22 @@ def test_a_token_without_a_page_is_our_own_bug(tables: tuple[list[int], list[int
         built_with(KnownPages(SEATS, PAGE_SIZE, WINDOW), ScheduledItem.of(made, 6))
 
 
+def copied(source: Tensor, target: Tensor) -> None:
+    target.copy_(source)
+
+
 @given(
     st.lists(
         st.tuples(
             st.sampled_from(["int32", "int64", "float64"]),
-            st.lists(st.integers(0, 9), min_size=1, max_size=2),
+            st.lists(st.integers(0, 30), min_size=1, max_size=3),
         ),
         max_size=8,
     )
 )
 def test_what_is_sent_arrives(shapes: list[tuple[str, list[int]]]) -> None:
-    staging = Staging(10_000, CPU)
+    """By the kernel, and, what is much, by the copy engine."""
+    staging = Staging(2_000_000, CPU, copied)
     for _ in range(COPIES + 1):
         arrays = [
             np.arange(np.prod(shape), dtype=dtype).reshape(shape) + index
@@ -284,8 +289,25 @@ def test_what_is_sent_arrives(shapes: list[tuple[str, list[int]]]) -> None:
             assert found.numpy().dtype == each.dtype
 
 
+def test_a_kernel_sends_little_in_few_sizes_and_the_copy_engine_much() -> None:
+    sizes: list[int] = []
+
+    def transfer(source: Tensor, target: Tensor) -> None:
+        assert len(source) == len(target)
+        sizes.append(len(source))
+        target.copy_(source)
+
+    staging = Staging(300_000, CPU, transfer)
+    for count in (1, 100, 256, 257, 16_384):
+        staging.send([np.arange(count, dtype=np.int32)])
+    assert sizes == [1024, 1024, 1024, 2048, 65_536]
+    parts = staging.send([np.arange(16_385, dtype=np.int32)])
+    assert len(sizes) == 5
+    assert staging.tensor(parts[0]).tolist() == [*range(16_385)]
+
+
 def test_the_same_shapes_lie_at_the_same_addresses_until_one_differs() -> None:
-    staging = Staging(1000, CPU)
+    staging = Staging(1000, CPU, copied)
     one, two, three = (np.zeros(count, dtype=np.int32) for count in (5, 3, 9))
     first = staging.send([one, two, two])
     assert staging.send([one, two, three])[:2] == first[:2]
@@ -293,5 +315,5 @@ def test_the_same_shapes_lie_at_the_same_addresses_until_one_differs() -> None:
 
 
 def test_more_than_there_is_room_for_is_our_own_bug() -> None:
-    with pytest.raises(AssertionError, match="more than 100 bytes"):
-        Staging(100, CPU).send([np.zeros(20, dtype=np.int64)])
+    with pytest.raises(AssertionError, match="more than 1024 bytes"):
+        Staging(100, CPU, copied).send([np.zeros(129, dtype=np.int64)])
