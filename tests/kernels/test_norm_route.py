@@ -369,6 +369,9 @@ def test_one_launch_for_more_than_a_cluster_has_is_refused() -> None:
 def test_one_launch_that_is_to_dispatch_more_than_a_tile_is_refused() -> None:
     inputs = random_inputs(9, 320, 16, "cpu")
     out = with_dispatch(poisoned(9, 320, 4, "cpu"), 16)
-    sentence = "one launch dispatches up to 8 tokens, got 9"
-    with emulated(), pytest.raises(ValueError, match=sentence):
-        norm_route(*inputs[:2], EPS, *inputs[2:], 4, out=out, together=True)
+    for together, sentence in (
+        (True, "one launch dispatches up to 8 tokens, got 9"),
+        (False, "out must have no room for what is dispatched: one launch alone does that"),
+    ):
+        with emulated(), pytest.raises(ValueError, match=sentence):
+            norm_route(*inputs[:2], EPS, *inputs[2:], 4, out=out, together=together)

@@ -73,7 +73,9 @@ def norm_route(
         return out
     # Each time: what PyTorch multiplies is refused in its own words.
     _check(num_chosen, inputs, out)
-    normed, chosen, chosen_weights, _ = out
+    normed, chosen, chosen_weights, dispatched = out
+    if dispatched is not None:
+        raise ValueError("out must have no room for what is dispatched: one launch alone does that")
     if len(hidden):
         rms_norm(hidden, norm_weight, eps, out=normed)
         logits = torch.nn.functional.linear(normed, weight, bias)
@@ -103,7 +105,7 @@ def most_together(num_experts: int) -> int:
 
 @dataclass(frozen=True)
 class RouteTile:
-    """A cluster of `blocks` blocks for E experts, and K columns in parts of 32: `chunks` a warp."""
+    """A cluster of `blocks` blocks for E experts, and H columns in parts of 32: `chunks` a warp."""
 
     columns: int
     num_experts: int
