@@ -99,9 +99,18 @@ class Sampler:
     def __init__(self, ops: Operators) -> None:
         self._ops = ops
 
-    def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
-        """[S, V] -> int64 [S]; nothing but one operator, so that it can stand in a CUDA graph."""
-        return self._ops.sample(logits, rows)
+    def sample(
+        self,
+        logits: Tensor,
+        rows: SamplingRows,
+        seats: Tensor | None = None,
+        last_token_ids: Tensor | None = None,
+    ) -> Tensor:
+        """[S, V] -> int64 [S], and to last_token_ids[seats], if they are given
+
+        Nothing but one operator, so that it can stand in a CUDA graph.
+        """
+        return self._ops.sample(logits, rows, seats, last_token_ids)
 
     def fetch(
         self, token_ids: Tensor, logits: Tensor, rows: SamplingRows, sampling: Sampling

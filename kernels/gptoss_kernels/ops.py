@@ -147,7 +147,13 @@ class CommonOperators(Protocol):
 
     def select_rows(self, hidden: Tensor, rows: Tensor) -> Tensor: ...
 
-    def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor: ...
+    def sample(
+        self,
+        logits: Tensor,
+        rows: SamplingRows,
+        seats: Tensor | None = None,
+        last_token_ids: Tensor | None = None,
+    ) -> Tensor: ...
 
     def logprobs(
         self, logits: Tensor, token_ids: Tensor, num_top: Tensor

@@ -640,7 +640,12 @@ def select_rows(hidden: Tensor, rows: Tensor) -> Tensor:
     return selected.masked_fill_(~is_row[:, None], math.nan)
 
 
-def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
+def sample(
+    logits: Tensor,
+    rows: SamplingRows,
+    seats: Tensor | None = None,
+    last_token_ids: Tensor | None = None,
+) -> Tensor:
     """A token of each row: [S, V] -> [S] int64; -1 where the largest logit is no finite number
 
     Below LEAST_TEMPERATURE the largest logit's, the lowest id where several are. Else tokens have
@@ -648,7 +653,7 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     largest logits, then to the fewest of those that hold top_p of what is left, then to those of at
     least min_p of the largest; a logit as large as the last one kept is kept too. The token is the
     first, in the order of ids, at which the sum exceeds uniform * all, rounded down. A row's
-    masked_ids have logits of -inf.
+    masked_ids have logits of -inf. The tokens are kept as last_token_ids[seats], too.
     """
     assert len(logits) == len(rows.temperature)
     starts = rows.masked_start.tolist()
@@ -670,7 +675,10 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
             sums = _cut(weights, values, top_k, top_p, min_p).cumsum(0)
             target = _product(uniform, int(sums[-1]))
             token_ids.append(int(torch.searchsorted(sums, target, right=True)))
-    return torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
+    tokens = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
+    if seats is not None and last_token_ids is not None:
+        last_token_ids.index_copy_(0, seats, tokens)
+    return tokens
 
 
 def token_weights(values: Tensor, temperature: float) -> Tensor:

@@ -179,6 +179,27 @@ def test_ids_that_the_vocabulary_does_not_have_are_not_masked(machine: str) -> N
 
 
 @MACHINES
+@pytest.mark.parametrize("num_rows", [3, 20])
+def test_tokens_are_kept_by_seat(machine: str, num_rows: int) -> None:
+    """Greedy, drawn and missing ones; what has no seat is kept nowhere."""
+    logits, rows = case("peaked", num_rows, 2056)
+    logits[1] = torch.nan
+    seats = torch.randperm(num_rows + 4)[:num_rows]
+    seats[2] = -1
+    seats[0] = num_rows + 4
+    device = "cuda" if machine == "gpu" else "cpu"
+    kept = torch.full((num_rows + 4,), POISON, device=device)
+    inputs = logits.to(device), moved(rows, lambda column: column.to(device)), seats.to(device)
+    with contextlib.nullcontext() if machine == "gpu" else emulated():
+        found = sample(*inputs, kept).cpu()
+    expected = torch.full((num_rows + 4,), POISON)
+    assert torch.equal(found, reference.sample(logits, rows))
+    has_seat = (seats >= 0) & (seats < num_rows + 4)
+    expected[seats[has_seat]] = found[has_seat]
+    assert torch.equal(kept.cpu(), expected)
+
+
+@MACHINES
 def test_all_but_one_can_be_masked(machine: str) -> None:
     logits = torch.zeros(3, 2056, dtype=BF16)
     everything = list(range(2056))
@@ -358,3 +379,21 @@ def test_a_cpu_and_a_wrong_output_are_refused() -> None:
         stack.enter_context(emulated())
         stack.enter_context(pytest.raises(ValueError, match=r"out must be \[2\], got \[3\]"))
         sample(logits, rows, out=torch.zeros(3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("seats", "last", "sentence"),
+    [
+        (torch.zeros(2).long(), None, "must be given together"),
+        (None, torch.zeros(2).long(), "must be given together"),
+        (torch.zeros(3).long(), torch.zeros(9).long(), r"seats must be \[2\], got \[3\]"),
+        (torch.zeros(2).int(), torch.zeros(9).long(), "seats must be torch.int64"),
+        (torch.zeros(2).long(), torch.zeros(9), "last_token_ids must be torch.int64"),
+        (torch.zeros(2).long(), torch.zeros(3, 3).long(), r"last_token_ids must be \[9\]"),
+    ],
+)
+def test_bad_seats_are_refused(seats: Tensor | None, last: Tensor | None, sentence: str) -> None:
+    tensors = good()
+    logits = tensors.pop("logits")
+    with emulated(), pytest.raises(ValueError, match=sentence):
+        sample(logits, SamplingRows(**tensors), seats, last)

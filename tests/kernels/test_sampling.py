@@ -184,6 +184,14 @@ def test_greedy_lets_the_lowest_id_win_a_tie(dtype: torch.dtype):
     assert reference.sample(logits, rows).tolist() == [7, 201086, 0]
 
 
+def test_tokens_are_kept_by_seat():
+    logits = torch.eye(3, 8)
+    kept = torch.full((5,), -7)
+    rows = sampling_rows(3, temperature=0.0)
+    assert reference.sample(logits, rows, torch.tensor([4, 0, 2]), kept).tolist() == [0, 1, 2]
+    assert kept.tolist() == [1, -7, 2, -7, 0]
+
+
 def integers(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 

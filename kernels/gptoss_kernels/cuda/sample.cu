@@ -11,6 +11,9 @@ struct Arguments {
     const double *temperature, *top_p, *min_p, *uniforms;
     const int *top_k, *masked_start, *masked_ids;
     long long* token_ids;
+    const long long* seats;  // or none
+    long long* last_token_ids;
+    long long num_seats;
 };
 
 // What a row asks for. Read while its logits are fetched.
@@ -20,6 +23,7 @@ struct Asked {
     int top_k;
     double top_p, uniform;
     uint64_t least_weight;
+    long long* kept;  // where its seat's token is kept, or none
 
     __device__ __forceinline__ void read(const Arguments& arguments, int row) {
         const double temperature = arguments.temperature[row], min_p = arguments.min_p[row];
@@ -29,6 +33,14 @@ struct Asked {
         is_greedy = temperature < LEAST_TEMPERATURE;
         rate = LOG2_E / temperature;
         least_weight = ceil(min_p * (uint64_t(1) << WEIGHT_BITS));
+        const long long seat = arguments.seats == nullptr ? -1 : arguments.seats[row];
+        const bool is_kept = 0 <= seat && seat < arguments.num_seats;
+        kept = is_kept ? arguments.last_token_ids + seat : nullptr;
+    }
+
+    __device__ __forceinline__ void store(long long* token_id, int token) const {
+        *token_id = token;
+        if (kept != nullptr) *kept = token;
     }
 };
 
@@ -192,7 +204,8 @@ __device__ __forceinline__ void weigh_cells(uint64_t* cells, const Part& part, c
 // By one warp, in the cell in which the sum exceeds `target`: the token at which it does.
 template <bool IS_CUT>
 __device__ __forceinline__ void find_token(const Part& part, const Kept& kept, int cell,
-                                           uint64_t target, long long* token_id) {
+                                           uint64_t target, const Asked& asked,
+                                           long long* token_id) {
     const int vector = 32 * cell + threadIdx.x % 32;
     uint64_t weights[WIDTH] = {}, sum = 0;
     if (vector < part.num_vectors) {
@@ -209,7 +222,7 @@ __device__ __forceinline__ void find_token(const Part& part, const Kept& kept, i
         end -= weights[i];  // the sum before token i
         if (target < end) place = i - 1;
     }
-    *token_id = part.token(vector, place);
+    asked.store(token_id, part.token(vector, place));
 }
 
 template <bool IS_CUT>
@@ -239,7 +252,8 @@ __device__ __forceinline__ void draw(Shared& shared, uint64_t* cells, const Part
     const int owner = __ffs(__ballot_sync(ALL_LANES, is_here)) - 1;
     if (owner < 0) return;  // another block's
     cell = __shfl_sync(ALL_LANES, cell, owner);
-    find_token<IS_CUT>(part, kept, cell, __shfl_sync(ALL_LANES, target - before, owner), token_id);
+    find_token<IS_CUT>(part, kept, cell, __shfl_sync(ALL_LANES, target - before, owner),
+                       shared.asked, token_id);
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 3)
@@ -270,9 +284,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const uint64_t best = largest_in_cluster(&shared.best);
     const bool is_number = is_finite(order_in(best));
     const Asked& asked = shared.asked;
+    long long* const token_id = arguments.token_ids + row;
     if (!is_number || asked.is_greedy) {
         if (rank == 0 && threadIdx.x == 0)
-            arguments.token_ids[row] = is_number ? int(token_in(best)) : -1;
+            asked.store(token_id, is_number ? int(token_in(best)) : -1);
     } else {
         Kept kept{value_of(order_in(best)), asked.rate, __uint_as_float(NONE), 0};
         if (0 < asked.top_k && asked.top_k < arguments.rows.vocab_size)
@@ -282,7 +297,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             kept.least = least_kept(shared, part, 0, asked.top_p,
                                     [&](float value) { return kept.weight<true>(value); });
         kept.least_weight = asked.least_weight;
-        long long* const token_id = arguments.token_ids + row;
         if (kept.is_all())
             draw<false>(shared, cells, part, kept, rank, token_id);
         else

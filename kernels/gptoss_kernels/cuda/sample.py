@@ -21,25 +21,31 @@ from gptoss_kernels.cuda import runtime, sampling
 def sample(
     logits: Tensor,
     rows: SamplingRows,
+    seats: Tensor | None = None,
+    last_token_ids: Tensor | None = None,
     *,
     out: Tensor | None = None,
     cluster: sampling.Cluster | None = None,
 ) -> Tensor:
-    """The tokens int64 [S], written to `out` if it is given.
+    """The tokens int64 [S], written to `out` if it is given, and to last_token_ids[seats].
 
     `logits` [S, V] bf16 or fp32, V a multiple of 8 up to 261,632, rows at multiples of 16 bytes;
     `rows` as contracts.SamplingRows has it. Its values stay on the device: temperatures are 0 or
     more, uniforms in [0, 1), top_p and min_p in [0, 1]. A masked id that the vocabulary does not
-    have is ignored. `cluster`: blocks of a row; choose_cluster's if it is not given. Raises
-    ValueError on anything else, and runtime.CudaError where there is no Hopper GPU.
+    have is ignored. `seats` int64 [S] and `last_token_ids` int64 [seats], both or neither; what has
+    a seat that is none is not kept. `cluster`: blocks of a row; choose_cluster's if it is not
+    given. Raises ValueError on anything else, and runtime.CudaError where there is no Hopper GPU.
     """
     if out is None:
         out = torch.empty(logits.shape[:1], dtype=torch.int64, device=logits.device)
     if logits.shape[:1] == (0,):
-        _check(logits, rows, out)
+        _check(logits, rows, seats, last_token_ids, out)
     else:
+        kept = () if seats is None or last_token_ids is None else (seats, last_token_ids)
         runtime.launch(
-            ("sample", cluster), (logits, *rows, out), lambda: _prepare(logits, rows, out, cluster)
+            ("sample", cluster, seats is None, last_token_ids is None),
+            (logits, *rows, out, *kept),
+            lambda: _prepare(logits, rows, seats, last_token_ids, out, cluster),
         )
     return out
 
@@ -58,24 +64,43 @@ class _Arguments(ctypes.Structure):
             for name in (
                 *("temperature", "top_p", "min_p", "uniforms"),
                 *("top_k", "masked_start", "masked_ids", "token_ids"),
+                *("seats", "last_token_ids"),
             )
         ),
+        ("num_seats", ctypes.c_longlong),
     )
 
 
-def _check(logits: Tensor, rows: SamplingRows, out: Tensor) -> None:
+def _check(
+    logits: Tensor,
+    rows: SamplingRows,
+    seats: Tensor | None,
+    last_token_ids: Tensor | None,
+    out: Tensor,
+) -> None:
     contracts.check_logits(logits)
     contracts.check_sampling_rows(rows, logits)
-    contracts.check_type("out", out, torch.int64, logits, "logits")
-    contracts.check_shape("out", out, (len(logits),))
-    contracts.check_contiguous("out", out)
+    if (seats is None) != (last_token_ids is None):
+        raise ValueError("seats and last_token_ids must be given together")
+    given = {"out": out, "seats": seats, "last_token_ids": last_token_ids}
+    for name, tensor in given.items():
+        if tensor is not None:
+            contracts.check_type(name, tensor, torch.int64, logits, "logits")
+            shape = (tensor.numel(),) if name == "last_token_ids" else (len(logits),)
+            contracts.check_shape(name, tensor, shape)
+            contracts.check_contiguous(name, tensor)
     contracts.check_gpu(logits, "logits")
 
 
 def _prepare(
-    logits: Tensor, rows: SamplingRows, out: Tensor, cluster: sampling.Cluster | None
+    logits: Tensor,
+    rows: SamplingRows,
+    seats: Tensor | None,
+    last_token_ids: Tensor | None,
+    out: Tensor,
+    cluster: sampling.Cluster | None,
 ) -> runtime.Launch:
-    _check(logits, rows, out)
+    _check(logits, rows, seats, last_token_ids, out)
     num_rows, vocab_size = logits.shape
     cluster = cluster or sampling.choose_cluster(num_rows)
     tensors = (
@@ -88,7 +113,13 @@ def _prepare(
         threads=sampling.THREADS,
         arguments=(
             _Arguments(
-                sampling.Rows.of(logits, cluster), *(tensor.data_ptr() for tensor in tensors)
+                sampling.Rows.of(logits, cluster),
+                *(tensor.data_ptr() for tensor in tensors),
+                *(
+                    None if tensor is None else tensor.data_ptr()
+                    for tensor in (seats, last_token_ids)
+                ),
+                0 if last_token_ids is None else last_token_ids.numel(),
             ),
         ),
     )
