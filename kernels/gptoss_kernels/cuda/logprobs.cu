@@ -11,9 +11,9 @@ struct Arguments {
 
 struct Shared {
     uint64_t warps[WARPS];
-    uint64_t best;          // of the block
-    uint64_t total;         // of its weights
-    uint64_t top[MOST];     // its tokens, the likeliest first; 0 for none
+    uint64_t best;       // of the block
+    uint64_t total;      // of its weights
+    uint64_t top[MOST];  // its tokens, the likeliest first; 0 for none
     uint64_t all_top[CLUSTER * MOST];
 };
 

@@ -47,12 +47,12 @@ struct Asked {
 struct Shared {
     Asked asked;
     uint64_t warps[WARPS];
-    uint64_t best;              // of the block
-    uint64_t total;             // of its weights
-    uint64_t digits[2][DIGITS]; // of the block, in turns
+    uint64_t best;               // of the block
+    uint64_t total;              // of its weights
+    uint64_t digits[2][DIGITS];  // of the block, in turns
     uint64_t all_digits[DIGITS];
-    uint64_t found[2];          // a digit, and what is wanted of it
-    uint32_t low[DIGITS][COPIES], high[DIGITS][COPIES];  // weights' HALF_BITS, and what is above
+    uint64_t found[2];  // a digit, and what is wanted of it
+    uint32_t low[DIGITS][COPIES], high[DIGITS][COPIES];  // HALF_BITS of weights, and those above
 };
 
 // floor(share * total), or rounded up, of a share of 53 bits.
