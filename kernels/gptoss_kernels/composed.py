@@ -113,6 +113,8 @@ class ComposedOperators:
         if len(x) <= MAXIMUM_TOKENS:
             return mixture(x, chosen, chosen_weights, dispatched)
         pieces = zip(*(t.split(MAXIMUM_TOKENS) for t in (x, chosen, chosen_weights)), strict=True)
+        # The norm that adds them up reads all but the sums early: see ops.Fp8Operators.
+        rows = torch.arange(len(x), dtype=torch.int32, device=x.device)[:, None]
+        weights = torch.ones_like(chosen_weights[:, :1]).contiguous()
         sums = torch.cat([self.combine(*mixture(*piece)) for piece in pieces])
-        rows = torch.arange(len(x), dtype=torch.int32, device=x.device)
-        return Mixture(sums, rows[:, None], torch.ones_like(chosen_weights[:, :1]).contiguous())
+        return Mixture(sums, rows, weights)

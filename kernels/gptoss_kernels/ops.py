@@ -246,6 +246,7 @@ class Fp8Operators(Protocol):
     one must write none of these, though one before it may:
 
     - weights, their scales and biases, of the products and of the norm;
+    - `hidden` of rms_norm and rms_norm_fp8 with a mixture, and that but for its outputs;
     - `expert_start` of grouped_linear_fp8. Called right behind grouped_swiglu_fp8, as in a mixture
       of experts, it finds what dispatch_fp8 gave.
 

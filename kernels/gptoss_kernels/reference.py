@@ -598,6 +598,8 @@ def experts(
     assert dispatched is None or dispatched.rows.shape == chosen.shape
     order = chosen.flatten().argsort(stable=True)
     counts = torch.bincount(chosen.flatten() + 1, minlength=num_experts + 1).tolist()
+    # Before any output: a kernel that adds these up reads the rows early, see ops.Fp8Operators.
+    rows_of_tokens = torch.arange(num_tokens * num_chosen, dtype=torch.int32, device=x.device)
     outputs = x.new_full((num_tokens * num_chosen, hidden_size), math.nan)
     for expert, rows in enumerate(order.split(counts)[1:]):
         if len(rows):
@@ -606,8 +608,7 @@ def experts(
                 *(w13[expert], w13_bias[expert], w2[expert], w2_bias[expert]),
                 *(swiglu_alpha, swiglu_limit),
             )
-    rows = torch.arange(len(outputs), dtype=torch.int32, device=x.device)
-    return Mixture(outputs, rows.view(num_tokens, num_chosen), chosen_weights)
+    return Mixture(outputs, rows_of_tokens.view(num_tokens, num_chosen), chosen_weights)
 
 
 def _expert(

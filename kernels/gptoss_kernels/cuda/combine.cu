@@ -19,12 +19,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (token >= arguments.num_tokens) return;
 
     Row sums;
+    Choices choices;
+    choices.load(arguments.mixture, token);
     if (arguments.residual) {
         Row residual;
         residual.load(arguments.residual + token * arguments.residual_stride, columns, place);
-        mix(sums, arguments.mixture, token, columns, place, &residual);
+        mix(sums, arguments.mixture, choices, columns, place, &residual);
     } else {
-        mix(sums, arguments.mixture, token, columns, place, nullptr);
+        mix(sums, arguments.mixture, choices, columns, place, nullptr);
     }
     sums.store(arguments.out + token * arguments.out_stride, columns, place);
 }

@@ -8,19 +8,32 @@ struct Mixture {
     long long stride;
 };
 
-// sum over k of weights[t, k] * outputs[rows[t, k]], and a residual if there is one, in fp32 in this
-// order. A row that is none makes its token NaN.
-__device__ __forceinline__ void mix(Row& sums, const Mixture& mixture, long long token, int columns,
-                                    const Place& place, const Row* residual) {
-    Row rows[CHOSEN];
+// Of a token. A row that is none has a weight of NaN.
+struct Choices {
+    int rows[CHOSEN];
     float weights[CHOSEN];
+
+    // Past L1: a norm reads them before its wait.
+    __device__ __forceinline__ void load(const Mixture& mixture, long long token) {
 #pragma unroll
-    for (int k = 0; k < CHOSEN; ++k) {
-        const int row = mixture.rows[token * CHOSEN + k];
-        const bool is_row = 0 <= row && row < mixture.num_rows;
-        weights[k] = is_row ? low_bf16(mixture.weights[token * CHOSEN + k]) : __int_as_float(-1);
-        rows[k].load(mixture.outputs + (is_row ? row : 0) * mixture.stride, columns, place);
+        for (int k = 0; k < CHOSEN; ++k) {
+            const int row = __ldcg(mixture.rows + token * CHOSEN + k);
+            const bool is_row = 0 <= row && row < mixture.num_rows;
+            const float weight = low_bf16(__ldcg(mixture.weights + token * CHOSEN + k));
+            rows[k] = is_row ? row : 0;
+            weights[k] = is_row ? weight : __int_as_float(-1);
+        }
     }
+};
+
+// sum over k of weights[t, k] * outputs[rows[t, k]], and a residual if there is one, in fp32 in this
+// order.
+__device__ __forceinline__ void mix(Row& sums, const Mixture& mixture, const Choices& choices,
+                                    int columns, const Place& place, const Row* residual) {
+    Row rows[CHOSEN];
+#pragma unroll
+    for (int k = 0; k < CHOSEN; ++k)
+        rows[k].load(mixture.outputs + choices.rows[k] * mixture.stride, columns, place);
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
 #pragma unroll
@@ -29,8 +42,10 @@ __device__ __forceinline__ void mix(Row& sums, const Mixture& mixture, long long
 #pragma unroll
             for (int k = 0; k < CHOSEN; ++k) {
                 // Not fused: as the reference rounds products that are too small for a normal fp32.
-                low = __fadd_rn(low, __fmul_rn(low_bf16(rows[k].words[v][i]), weights[k]));
-                high = __fadd_rn(high, __fmul_rn(high_bf16(rows[k].words[v][i]), weights[k]));
+                low = __fadd_rn(low, __fmul_rn(low_bf16(rows[k].words[v][i]),
+                                               choices.weights[k]));
+                high = __fadd_rn(high, __fmul_rn(high_bf16(rows[k].words[v][i]),
+                                                 choices.weights[k]));
             }
             if (residual != nullptr) {
                 low = __fadd_rn(low, low_bf16(residual->words[v][i]));

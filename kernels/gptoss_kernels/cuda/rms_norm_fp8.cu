@@ -99,20 +99,25 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         for (int v = 0; v < VECTORS; ++v)
             weights[v].load(arguments.weight, place.column(v), columns);
     }
-    wait_for_previous_kernels();
-    allow_next_kernel();
-
     // Nothing is read or written for a row beyond the last, but its warps take part in the sums.
     const int inside = row < arguments.rows ? columns : 0;
     Row x;
     bf16* const hidden = arguments.hidden + row * arguments.hidden_stride;
-    x.load(hidden, inside, place);
 #if CHOSEN
+    // Before the wait: all but the outputs are older than the kernel that wrote those.
+    Choices choices;
+    if (inside) choices.load(arguments.update, row);
+    x.load(hidden, inside, place);
+    wait_for_previous_kernels();
+    allow_next_kernel();
     if (inside) {
-        mix(x, arguments.update, row, columns, place, &x);
+        mix(x, arguments.update, choices, columns, place, &x);
         x.store(hidden, columns, place);
     }
 #else
+    wait_for_previous_kernels();
+    allow_next_kernel();
+    x.load(hidden, inside, place);
     if (arguments.update) {
         Row update;
         update.load(arguments.update + row * arguments.update_stride, inside, place);

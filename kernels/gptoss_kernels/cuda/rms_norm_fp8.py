@@ -40,9 +40,11 @@ def rms_norm(
 
     `hidden` and `update` [T, H] bf16, H a multiple of 16; `weight` [H] fp32, which must not be
     written by the kernel launched just before on the same stream: it is read while that one may
-    still run. An update that is a mixture is added as combine adds it to a residual. Without one
-    `hidden` stays as it is. A row's result depends on no other row, and not on how many there are.
-    Raises ValueError on anything else, and runtime.CudaError where there is no Hopper GPU.
+    still run. An update that is a mixture is added as combine adds it to a residual; then `hidden`
+    and what the mixture has beside its outputs must not be written by that one, either. Without an
+    update `hidden` stays as it is. A row's result depends on no other row, and not on how many
+    there are. Raises ValueError on anything else, and runtime.CudaError where there is no Hopper
+    GPU.
     """
     if out is None:
         out = torch.empty(_shape(hidden), dtype=torch.bfloat16, device=hidden.device)
