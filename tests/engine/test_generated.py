@@ -202,7 +202,7 @@ def test_a_model_of_them_behaves_like_one(mode: WeightMode):
 
 def same(one: Weight, other: Weight) -> bool:
     return all(
-        torch.equal(a.cpu().view(torch.uint8), b.cpu().view(torch.uint8))
+        torch.equal(a.cpu().contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
         for a, b in zip(tensors(one), tensors(other), strict=True)
     )
 
