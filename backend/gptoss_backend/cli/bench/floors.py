@@ -4,6 +4,9 @@ An operator's floor is the longer of both at the rates that were measured of the
 4.5 TB/s, FP8 products at 1430 TFLOP/s, bf16 products and attention over a bf16 cache at 779,
 attention over an FP8 cache at the 949 to which its exponentials limit heads of 64. What a kernel
 could take along on its way (norms, quantisation, RoPE, dispatch, sampling) has no floor of its own.
+
+Every layer counts in full, as in the performance notes. Of the last one a prefill needs little more
+than keys and values, which the engine makes use of: it does up to one layer's work less.
 """
 
 from collections.abc import Mapping
