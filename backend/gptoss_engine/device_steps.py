@@ -153,13 +153,15 @@ class DeviceSteps:
         if self._graphs and are_decodes and is_small:
             outputs, rows = self._replay(num_decodes, step, staged, sampling)
         else:
-            most = self._config.max_num_batched_tokens
+            num_rows = staged.num_rows
             if num_sequences > staged.num_sequences:
-                staged = staged.filled(num_sequences, filled_rows(staged.num_rows, most))
+                num_rows = filled_rows(num_rows, self._config.max_num_batched_tokens)
+            columns = self._columns(step, num_rows - staged.num_rows)
+            staged = staged.filled(num_sequences, num_rows)
             due = self._due(step, num_first, spare)
             sent = self._read(self._send(staged.arrays(), sampling, *due))
             decodes = Decodes(num_decodes, decodes.num_queries + spare, decodes.max_queries)
-            outputs, rows = self._compute(sent, staged.num_rows, decodes), sent.sampling
+            outputs, rows = self._compute(sent, num_rows, decodes, columns), sent.sampling
         return Launched(step, self._sampler.fetch(*outputs, rows, sampling))
 
     # ---- any step ------------------------------------------------------------------------------
@@ -183,9 +185,18 @@ class DeviceSteps:
                 seats.extend([item.seat if num_due == 1 else self._config.max_num_seqs] * num_due)
         return np.array(rows, dtype=np.int64), np.array(seats, dtype=np.int64)
 
-    def _compute(self, sent: Sent, num_rows: int, decodes: Decodes) -> Outputs:
-        """All that a step is on the device. Reads and writes the same memory each time."""
-        out = self._room.first(num_rows, len(sent.items))
+    def _columns(self, step: ScheduledStep, longest_filler: int) -> int:
+        """What the longest sequence needs: a power of two, or all."""
+        longest = max(item.first + item.num_slots for item in step.items)
+        needed = -(-max(longest, longest_filler) // self._config.page_size)
+        return min(2 ** (needed - 1).bit_length(), self._full.shape[1])
+
+    def _compute(self, sent: Sent, num_rows: int, decodes: Decodes, num_columns: int) -> Outputs:
+        """All that a step is on the device. Reads and writes the same memory each time.
+
+        num_columns: of the page tables. Where no sequence is long, prefills take other tiles.
+        """
+        out = self._room.first(num_rows, len(sent.items), num_columns)
         self._ops.unpack_step(
             *(sent.items, sent.words, self._last_token_ids, self._full, self._window, out),
             page_size=self._config.page_size,
@@ -202,9 +213,8 @@ class DeviceSteps:
         )
         hidden = self._model.forward(inputs, self._cache, self._ops, sent.sample_rows)
         logits = self._model.logits(hidden, self._ops)
-        token_ids = self._sampler.sample(logits, sent.sampling)
-        self._last_token_ids.index_copy_(0, sent.sample_seats, token_ids)
-        return Outputs(token_ids, logits)
+        kept = (sent.sample_seats, self._last_token_ids)
+        return Outputs(self._sampler.sample(logits, sent.sampling, *kept), logits)
 
     def _send(
         self,
@@ -262,7 +272,8 @@ class DeviceSteps:
                 [],
             )
             self._graph_parts[size], self._graph_inputs[size] = parts, self._read(parts)
-        return self._compute(self._graph_inputs[size], size, Decodes(size, size, 1))
+        columns = self._full.shape[1]  # of sequences of any length
+        return self._compute(self._graph_inputs[size], size, Decodes(size, size, 1), columns)
 
     # ---- before the first step -----------------------------------------------------------------
 
@@ -338,11 +349,12 @@ def filled_sequences(
 
 
 def filled_rows(num_rows: int, most: int) -> int:
-    """Of a step of at most `most` rows and FILLERS, filled up by a sixteenth at the most.
+    """Of a step of at most `most` rows and FILLERS, filled up to a multiple of 16.
 
-    But to a multiple of 16. In a step that is filled to the brim the fillers are not more.
+    Of many by a thirty-second at the most. Where there are `most` already, by nothing, and by no
+    more than FILLERS beyond.
     """
-    step = max(16, 2 ** max(num_rows - 1, 1).bit_length() // 32)
+    step = max(16, 2 ** max(num_rows - 1, 1).bit_length() // 64)
     rows = -(-num_rows // step) * step
     return rows if rows <= most else most + FILLERS if num_rows > most else most
 

@@ -41,6 +41,8 @@ class StepItem(NamedTuple):
 class StepTensors(NamedTuple):
     """What a forward pass reads of T rows of B sequences, whose page tables have P columns.
 
+    Fewer columns than a seat has will do, where no sequence is that long.
+
     input_ids, positions, full_slots, window_slots [T] int64; query_start [B + 1], seq_lens [B],
     full_tables, window_tables [B, P] int32: as ops.rope_and_cache_write and ops.attention take
     them. Only those columns of a table hold something that a row sees.
@@ -73,8 +75,13 @@ class StepTensors(NamedTuple):
             window_tables=empty(num_sequences, table_width),
         )
 
-    def first(self, num_rows: int, num_sequences: int) -> "StepTensors":
-        """The same memory, for fewer rows and sequences."""
+    def first(self, num_rows: int, num_sequences: int, table_width: int) -> "StepTensors":
+        """The same memory, for fewer rows, sequences and columns, tables laid out anew."""
+
+        def table(room: Tensor) -> Tensor:
+            shape = (num_sequences, table_width)
+            return room.view(-1)[: num_sequences * table_width].view(shape)
+
         return StepTensors(
             input_ids=self.input_ids[:num_rows],
             positions=self.positions[:num_rows],
@@ -82,8 +89,8 @@ class StepTensors(NamedTuple):
             window_slots=self.window_slots[:num_rows],
             query_start=self.query_start[: num_sequences + 1],
             seq_lens=self.seq_lens[:num_sequences],
-            full_tables=self.full_tables[:num_sequences],
-            window_tables=self.window_tables[:num_sequences],
+            full_tables=table(self.full_tables),
+            window_tables=table(self.window_tables),
         )
 
 
@@ -163,6 +170,11 @@ def check(
             f"last_token_ids must be of {num_seats} seats at least, got {len(last_token_ids)}"
         )
     num_rows = out.input_ids.numel()
+    if out.full_tables.dim() != 2 or out.full_tables.shape[1] > width:
+        raise ValueError(
+            f"full_tables must be [B, P], P at most {width}, got {list(out.full_tables.shape)}"
+        )
+    out_width = out.full_tables.shape[1]
     int32, int64 = torch.int32, torch.int64
     for name, tensor, dtype, shape in (
         ("items", items, int32, (num_sequences, num_fields)),
@@ -173,8 +185,8 @@ def check(
         *((name, getattr(out, name), int64, (num_rows,)) for name in out._fields[:4]),
         ("query_start", out.query_start, int32, (num_sequences + 1,)),
         ("seq_lens", out.seq_lens, int32, (num_sequences,)),
-        ("full_tables", out.full_tables, int32, (num_sequences, width)),
-        ("window_tables", out.window_tables, int32, (num_sequences, width)),
+        ("full_tables", out.full_tables, int32, (num_sequences, out_width)),
+        ("window_tables", out.window_tables, int32, (num_sequences, out_width)),
     ):
         contracts.check_type(name, tensor, dtype, items, "items")
         contracts.check_shape(name, tensor, shape)

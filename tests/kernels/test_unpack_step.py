@@ -78,7 +78,9 @@ def random_case(
     for num_rows in fillers:
         items.append(StepItem(NO_SEAT, 0, row, num_rows, 0))
         row += num_rows
-    out = StepTensors.empty(row, len(items), width, "cpu")
+    longest = max(item.position + item.num_rows for item in items)
+    needed = -(-longest // page_size)
+    out = StepTensors.empty(row, len(items), needed + chance.randrange(width - needed + 1), "cpu")
     for each in out:
         each.fill_(POISON)
     return Case(
@@ -271,6 +273,22 @@ def test_room_of_another_size_is_refused(name: str) -> None:
     out = case.out._replace(**{name: getattr(case.out, name)[:-1]})
     with pytest.raises(ValueError, match=r"(must be \[)"):
         replace(case, out=out).run()
+
+
+def test_tables_wider_than_a_seats_are_refused() -> None:
+    case = random_case((1, 40))
+    out = case.out._replace(full_tables=torch.zeros(2, 257, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"full_tables must be \[B, P\], P at most 256"):
+        replace(case, out=out).run()
+
+
+def test_fewer_rows_sequences_and_columns_in_the_same_memory() -> None:
+    room = StepTensors.empty(50, 8, 256, "cpu")
+    part = room.first(7, 3, 32)
+    assert [list(each.shape) for each in part] == [[7]] * 4 + [[4], [3], [3, 32], [3, 32]]
+    for each, whole in zip(part, room, strict=True):
+        assert each.is_contiguous()
+        assert each.data_ptr() == whole.data_ptr()
 
 
 def test_pages_of_a_size_that_attention_does_not_take_are_refused() -> None:

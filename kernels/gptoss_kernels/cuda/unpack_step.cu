@@ -22,7 +22,7 @@ struct Arguments {
     Group full, window;
     long long *input_ids, *positions;
     int *query_start, *seq_lens;
-    int num_sequences, num_seats, table_width, page_shift, sliding_window;
+    int num_sequences, num_seats, seat_width, table_width, page_shift, sliding_window;
 };
 
 // Which of a sequence's rows, pages or columns a thread has.
@@ -38,7 +38,7 @@ struct Pages {
 
     __device__ __forceinline__ Pages(const Group& group, const Arguments& arguments, int seat,
                                      const int* brought, int column, int count)
-        : of_seat(seat < 0 ? nullptr : group.by_seat + (long long)seat * arguments.table_width),
+        : of_seat(seat < 0 ? nullptr : group.by_seat + (long long)seat * arguments.seat_width),
           brought(brought),
           column(column),
           count(count) {}

@@ -60,8 +60,8 @@ class _Arguments(ctypes.Structure):
         *((name, _Group) for name in ("full", "window")),
         *((name, ctypes.c_void_p) for name in ("input_ids", "positions")),
         *((name, ctypes.c_void_p) for name in ("query_start", "seq_lens")),
-        *((name, ctypes.c_int) for name in ("num_sequences", "num_seats", "table_width")),
-        *((name, ctypes.c_int) for name in ("page_shift", "sliding_window")),
+        *((name, ctypes.c_int) for name in ("num_sequences", "num_seats", "seat_width")),
+        *((name, ctypes.c_int) for name in ("table_width", "page_shift", "sliding_window")),
     )
 
 
@@ -100,7 +100,7 @@ def _prepare(
                 *(each.data_ptr() for each in (out.input_ids, out.positions)),
                 *(each.data_ptr() for each in (out.query_start, out.seq_lens)),
                 *(num_sequences, num_seats, width),
-                *(page_size.bit_length() - 1, window),
+                *(out.full_tables.shape[1], page_size.bit_length() - 1, window),
             ),
         ),
     )
