@@ -139,10 +139,10 @@ def test_few_tokens_are_dispatched_at_once(columns: int, num_experts: int, num_c
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("tile_sync();\n        if (rank", "if (rank"),  # choices of others that have not come
+        ("tile_sync();\n        int rows", "int rows"),  # choices of others that have not come
         ("tell_choice(shared, chosen_for", "tell_choice(shared, chosen_for ^ 1"),
         ("max(largest[2], largest[3])", "largest[2]"),
-        ("choices[i] < own[k]", "choices[i] > own[k]"),
+        ("choices[i] < own)", "choices[i] > own)"),
         ("expert < 0 ? EXPERTS : expert", "expert < 0 ? 0 : expert"),
         ("part % 4 == 0", "part % 4 == 3"),  # which the last group may lack
         ("<< NUMBER_BITS | number", "<< NUMBER_BITS | (255 - number)"),
@@ -157,9 +157,8 @@ def test_a_wrong_dispatch_is_seen(old: str, new: str) -> None:
 
         # In their room even where choices are none.
         def change(text: str) -> str:
-            rows = "rows[k] += shared.choices[i] < own[k]"
-            inside = "rows[k] = min(rows[k] + (shared.choices[i] < own[k]), 31)"
-            return replacing(old, new)(text.replace(rows, inside))
+            inside = text.replace("rows[k] = row;", "rows[k] = min(row, 31);")
+            return replacing(old, new)(inside)
 
         with emulated(seed, change=change), suppress(EmulationError):
             norm_route(*inputs[:2], EPS, *inputs[2:], 4, out=out, together=True)

@@ -17,11 +17,23 @@ __device__ __forceinline__ float logit_of(uint32_t key) {
     return __uint_as_float((order & 0x8000 ? order ^ 0x8000 : order ^ 0xFFFF) << 16);
 }
 
-// keys: EACH of a lane, of different experts. CHOSEN entries of both outputs are written; with a NaN
-// among the logits -1 and NaN. Lane k gets the k-th choice.
+// Of a token, the k-th in lane k: an expert and its weight in bf16; -1 and NaN with a NaN among the
+// logits.
+struct Choice {
+    int expert;
+    unsigned short weight;
+
+    __device__ __forceinline__ void store(long long* chosen, unsigned short* weights) const {
+        const int lane = threadIdx.x % 32;
+        if (lane >= CHOSEN) return;
+        chosen[lane] = expert;
+        weights[lane] = weight;
+    }
+};
+
+// keys: EACH of a lane, of different experts.
 template <int EACH>
-__device__ __forceinline__ int choose_by_keys(uint32_t (&keys)[EACH], long long* chosen,
-                                               unsigned short* weights) {
+__device__ __forceinline__ Choice choose_by_keys(uint32_t (&keys)[EACH]) {
     static_assert(CHOSEN <= 32);
     const int lane = threadIdx.x % 32;
     uint32_t own = 0, largest = 0;  // of this lane's choice, and the first
@@ -43,11 +55,7 @@ __device__ __forceinline__ int choose_by_keys(uint32_t (&keys)[EACH], long long*
 #pragma unroll
     for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, lanes);
     const bool has_nan = largest == KEY_OF_NAN;
-    const int expert = has_nan ? -1 : static_cast<int>(0xFFFF - (own & 0xFFFF));
-    if (lane < CHOSEN) {
-        chosen[lane] = expert;
-        const uint32_t weight = pack_bf16(power / sum, 0);
-        weights[lane] = has_nan ? 0x7FC0 : static_cast<unsigned short>(weight);
-    }
-    return expert;
+    const uint32_t weight = pack_bf16(power / sum, 0);
+    return {has_nan ? -1 : static_cast<int>(0xFFFF - (own & 0xFFFF)),
+            has_nan ? static_cast<unsigned short>(0x7FC0) : static_cast<unsigned short>(weight)};
 }

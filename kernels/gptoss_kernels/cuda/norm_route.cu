@@ -4,7 +4,8 @@
 // A cluster's BLOCKS blocks have 16 experts each, whose weights they hold in registers, in parts of
 // 32 columns, CHUNKS a warp. They are loaded while the kernel before still runs. A tile is 8 tokens:
 // every block norms all of them, multiplies them with its experts, and sends the logits of a token
-// to the block that chooses for it.
+// to the block that chooses for it. What is not needed for that is written to memory behind the
+// cluster's barriers, since those wait until all that was written before is there.
 //
 // Where there is one tile (DISPATCHES), blocks tell each other what they chose, and what dispatch_few
 // does follows at once: normed is quantised, in the order of the experts.
@@ -222,10 +223,10 @@ __device__ __forceinline__ void find_largest(Shared& shared, const Tokens& token
 __device__ __forceinline__ void tell_choice(Shared& shared, int token, int expert) {
     const int lane = threadIdx.x % 32, number = token * CHOSEN + lane;
     if (lane >= CHOSEN) return;
-    const uint32_t choice = (expert < 0 ? EXPERTS : expert) << NUMBER_BITS | number;
+    const uint32_t order = (expert < 0 ? EXPERTS : expert) << NUMBER_BITS | number;
 #pragma unroll
     for (int block = 0; block < BLOCKS; ++block)
-        store_in_cluster(&shared.choices[number], block, choice);
+        store_in_cluster(&shared.choices[number], block, order);
 }
 
 __device__ __forceinline__ void write_starts(const Shared& shared, const Arguments& arguments) {
@@ -238,15 +239,34 @@ __device__ __forceinline__ void write_starts(const Shared& shared, const Argumen
     }
 }
 
-// The rows of this lane's token.
-__device__ __forceinline__ void write_rows(const Shared& shared, const Arguments& arguments,
-                                           const Tokens& tokens, const Place& place) {
-    const uint32_t* const own = shared.choices + place.row * CHOSEN;
-    int rows[CHOSEN] = {};
-    for (int i = 0; i < arguments.num_tokens * CHOSEN; ++i) {
+// Of this lane's token, if it is the block's: a choice's row is the number of choices before it.
+__device__ __forceinline__ void find_rows(int (&rows)[CHOSEN], const Shared& shared,
+                                          int num_tokens, uint32_t rank, const Place& place) {
+    constexpr int EACH = (TILE * CHOSEN + 31) / 32;
+    uint32_t choices[EACH];
 #pragma unroll
-        for (int k = 0; k < CHOSEN; ++k) rows[k] += shared.choices[i] < own[k];
+    for (int i = 0; i < EACH; ++i) {
+        const int number = i * 32 + threadIdx.x % 32;
+        choices[i] = number < num_tokens * CHOSEN ? shared.choices[number] : 0xFFFFFFFF;
     }
+#pragma unroll
+    for (int owned = 0; owned < OWNED; ++owned) {
+        const int token = owned * BLOCKS + rank;
+        if (token >= num_tokens) break;
+#pragma unroll
+        for (int k = 0; k < CHOSEN; ++k) {
+            const uint32_t own = shared.choices[token * CHOSEN + k];
+            int row = 0;
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) row += __popc(__ballot_sync(ALL_LANES, choices[i] < own));
+            if (place.row == token) rows[k] = row;
+        }
+    }
+}
+
+__device__ __forceinline__ void write_rows(const int (&rows)[CHOSEN], const Shared& shared,
+                                           const Arguments& arguments, const Tokens& tokens,
+                                           const Place& place) {
     if (place.warp == 0 && place.part == 0) {
 #pragma unroll
         for (int k = 0; k < CHOSEN; ++k) arguments.rows[place.row * CHOSEN + k] = rows[k];
@@ -258,7 +278,7 @@ __device__ __forceinline__ void write_rows(const Shared& shared, const Arguments
         const uint32_t* const largest = &shared.largest[place.row][group * 4];
         const uint32_t bits = max(max(largest[0], largest[1]), max(largest[2], largest[3])) << 16;
         const float amax = max_nan(__uint_as_float(bits), 1e-10f);
-        const float factor = 448.0f / amax;
+        const float factor = quotient_of_448(amax);
         const Octet& pairs = tokens.parts[c];
         uint32_t words[2];
 #pragma unroll
@@ -313,7 +333,6 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
         Tokens tokens;
         tokens.load(arguments, first, place);
         tokens.norm(shared, arguments.eps, place);
-        tokens.store(arguments, first, rank, place);
         multiply(shared, experts, tokens, place);
 #if DISPATCHES
         find_largest(shared, tokens, place);
@@ -330,7 +349,9 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
         }
         tile_sync();
         const int chosen_for = first + place.warp * BLOCKS + rank;
-        if (place.warp < OWNED && chosen_for < num_tokens) {
+        const bool chooses = place.warp < OWNED && chosen_for < num_tokens;
+        Choice choice = {};
+        if (chooses) {
             constexpr int EACH = (BLOCKS * EXPERTS_A_BLOCK + 31) / 32;
             uint32_t keys[EACH];
 #pragma unroll
@@ -339,18 +360,23 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
                 keys[i] = expert < BLOCKS * EXPERTS_A_BLOCK
                               ? shared.keys[turn][place.warp][expert] : 0;
             }
-            const int expert =
-                choose_by_keys(keys, arguments.chosen + chosen_for * (long long)CHOSEN,
-                               arguments.chosen_weights + chosen_for * (long long)CHOSEN);
+            choice = choose_by_keys(keys);
 #if DISPATCHES
-            tell_choice(shared, chosen_for, expert);
+            tell_choice(shared, chosen_for, choice.expert);
 #endif
         }
 #if DISPATCHES
         tile_sync();
-        if (rank == BLOCKS - 1) write_starts(shared, arguments);
+        int rows[CHOSEN] = {};
+        find_rows(rows, shared, num_tokens, rank, place);
         if (place.row % BLOCKS == rank && place.row < num_tokens)
-            write_rows(shared, arguments, tokens, place);
+            write_rows(rows, shared, arguments, tokens, place);
+        if (rank == BLOCKS - 1) write_starts(shared, arguments);
 #endif
+        if (chooses)
+            choice.store(arguments.chosen + chosen_for * (long long)CHOSEN,
+                         arguments.chosen_weights + chosen_for * (long long)CHOSEN);
+        tokens.store(arguments, first, rank, place);
+        if (DISPATCHES) break;  // There is one tile: the router's registers are free after it.
     }
 }
