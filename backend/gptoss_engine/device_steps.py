@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 # Of a graph, for each of its rows: a token id, and a page of each group; stop tokens that are
 # masked. A step that brings more runs without a graph.
 _WORDS, _MASKED = 3, 16
+LONG_ROWS = 2048  # of a prefill that takes more than a few rounds of tiles
 FILLERS = 16  # rows behind decodes: sizes of graphs are no further apart
 
 
@@ -130,6 +131,7 @@ class DeviceSteps:
         stops = MAX_STOP_TOKEN_IDS + len(self._model.config.eos_token_ids)
         masked = min(rows, seats * MAXIMUM_DECODE_QUERIES) * max(stops, _MASKED)
         words = _WORDS * rows + self._num_pages + self._num_window_pages + masked
+        words += 2 * self._full.shape[1]  # of a warm-up whose pages are fewer
         return 64 * (rows + FILLERS) + 36 * most_sequences(seats) + 4 * words + 1024
 
     @torch.inference_mode()
@@ -300,30 +302,40 @@ class DeviceSteps:
         )
         for counts in tracked(steps, "warm-up", len(steps)):
             self.launch(self._made_up(counts)).result()
+        # Behind a long context prefills have other kernels.
+        rows = min(LONG_ROWS, config.max_num_batched_tokens, self._max_model_len)
+        self.launch(self._made_up((rows,), self._max_model_len - rows)).result()
         log.info("warmed up by %d steps in %.1f s", len(steps), time.monotonic() - started)
         self._graphs = graphs
 
-    def _made_up(self, counts: tuple[int, ...]) -> ScheduledStep:
-        """The first step of sequences with so many tokens, in whatever pages there are.
+    def _made_up(self, counts: tuple[int, ...], num_before: int = 0) -> ScheduledStep:
+        """The next tokens of sequences, so many each, behind others.
 
-        One of them asks for all that can be asked for.
+        In the pages that the largest first step has filled. One of them asks for all that can be
+        asked for.
         """
+        config = self._config
+        filled = min(config.max_num_batched_tokens, self._max_model_len) // config.page_size
+        num_pages, num_window_pages = (
+            max(1, min(filled, count)) for count in (self._num_pages, self._num_window_pages)
+        )
         items = []
         for seat, count in enumerate(counts):
             sampling = SamplingParams(top_p=0.9, logprobs=MAX_LOGPROBS if seat == 0 else None)
-            token_ids = tuple(index % self._model.config.vocab_size for index in range(count))
+            num_tokens = num_before + count
+            token_ids = tuple(index % self._model.config.vocab_size for index in range(num_tokens))
             made = Sequence.from_request(
                 GenerationRequest("warm-up", token_ids, sampling),
                 seed=0,
                 max_tokens=1,
                 eos_token_ids=frozenset(),
             )
-            columns = range(-(-count // self._config.page_size))
+            columns = range(-(-num_tokens // config.page_size))
             made.page_tables = PageTables(
-                full=[column % self._num_pages for column in columns],
-                window=[column % self._num_window_pages for column in columns],
+                full=[column % num_pages for column in columns],
+                window=[column % num_window_pages for column in columns],
             )
-            made.seat = seat
+            made.num_computed_tokens, made.seat = num_before, seat
             items.append(ScheduledItem.of(made, count))
         return ScheduledStep(tuple(items))
 
