@@ -101,9 +101,15 @@ def test_the_reference_does_the_same() -> None:
 
 
 def test_nothing() -> None:
-    source, target = torch.zeros(0), torch.zeros(0, 1).flatten()
-    with on_gpu(source), pytest.raises(ValueError, match="one of source and target"):
-        transfer(source, target)
+    with emulated():
+        transfer(torch.zeros(0), torch.zeros(0))
+        with pytest.raises(ValueError, match=r"got torch.float32 \[0\] and torch.float32 \[1\]"):
+            transfer(torch.zeros(0), torch.zeros(1))
+
+
+@pytest.mark.gpu
+def test_nothing_on_a_gpu() -> None:
+    transfer(torch.zeros(0, device="cuda"), torch.zeros(0, pin_memory=True))
 
 
 REFUSED: list[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], str]] = [
