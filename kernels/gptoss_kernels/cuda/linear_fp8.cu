@@ -224,7 +224,8 @@ struct LinearMath : Math {
                 const unsigned short* residual =
                     linear.residual + first_column +
                     static_cast<long long>(out_row) * linear.residual_stride;
-                constexpr int PAIRS = BLOCK_N / 8, AT_ONCE = PAIRS <= 10 ? PAIRS : 4;
+                constexpr int PAIRS = BLOCK_N / 8;
+                constexpr int AT_ONCE = PAIRS <= 10 ? PAIRS : PAIRS % 4 == 0 ? 4 : 3;
                 static_assert(PAIRS % AT_ONCE == 0);
 #pragma unroll
                 for (int base = 0; base < PAIRS; base += AT_ONCE) {
