@@ -22,14 +22,15 @@ from measuring import PEAK_BYTES, PEAK_FLOPS
 RESULTS = Path(__file__).parent / "results"
 ACTIVATIONS = ("quantise", "rms_norm_fp8", "norm_route", "dispatch_fp8", "combine", "embedding")
 ATTENTION = ("attention_prefill", "attention_decode")
-BENCHMARKS = ("linear", "moe_gemm", *ACTIVATIONS, "rope_and_cache_write", *ATTENTION)
+SAMPLING = ("sample", "logprobs")
+BENCHMARKS = ("linear", "moe_gemm", *ACTIVATIONS, "rope_and_cache_write", *ATTENTION, *SAMPLING)
 OTHERS = ("Triton-lang", "deepgemm operators")  # of ours
 # cuBLASLt by row scales by row, and cuDNN has no sinks, which is less work, and MXFP4 is half the
 # bytes: no peers.
 NOT_PEERS = ("cuBLASLt row-wise", "cuDNN", "Humming MXFP4", *OTHERS)
 KEY = (
     *("benchmark", "model", "n", "k", "tokens", "swiglu_group", "weight_values"),
-    *("kv", "window", "queries", "context", "batch"),
+    *("kv", "window", "queries", "context", "batch", "kind", "inputs"),
 )
 NEEDED = ("model", "tokens", "ms", "floor_ms", "peers", "date", "commit", "device")
 
@@ -54,6 +55,8 @@ def newest_lines(paths: list[Path]) -> list[dict[str, Any]]:
             line.get("kv") or "",
             line.get("window", 0),
             line.get("context", 0),
+            line.get("inputs", ""),
+            line.get("kind", ""),
             line["tokens"] or 0,
             line.get("batch") or 0,
             line["date"],
@@ -98,6 +101,9 @@ def operator(line: dict[str, Any]) -> str:
             return f"`attention`, {kind}{queries}, {line['kv']} KV{window}"
         case "rope_and_cache_write" as name:
             return f"`{name}`, {line['kv']} KV"
+        case "sample" | "logprobs" as name:
+            kind = f", {line['kind']}" if "kind" in line else ""
+            return f"`{name}`{kind}{', logits beyond L2' if line['inputs'] == 'cold' else ''}"
     return f"`{line['benchmark']}`" + (f", {line['model']}" if line["model"] else "")
 
 
