@@ -492,16 +492,42 @@ def test_a_launch_waits_for_nothing(gpu_config: EngineConfig, gpu_runner: Runner
     assert len(found) == 30
 
 
+def likeliest(runner: Runner) -> list[dict[int, float]]:
+    """Of what follows twelve prompts, the log-probabilities of the twenty likeliest tokens."""
+    greedy = SamplingParams(temperature=0.0, logprobs=20)
+    made = [
+        sequence(
+            [(11 * i * i + 5 * i + number * (7 * number + 1)) % 512 for i in range(24)], greedy
+        )
+        for number in range(12)
+    ]
+    output = Stepper(runner).advance(*made)
+    return [dict(told.top) for (told,) in output.logprobs]
+
+
+def agree(found: list[dict[int, float]], expected: list[dict[int, float]]) -> bool:
+    """As the reference in bf16 agrees with itself in fp32: 17 to 20 of 20 are the same, their
+    log-probabilities 0.25 apart, where the 20 lie within 2 to 5; and what is likeliest to the one
+    is so to the other, or within 0.4 of it. Two prompts have none in common."""
+    pairs = [*zip(found, expected, strict=True)]
+    common = [[one[key] - other[key] for key in one.keys() & other.keys()] for one, other in pairs]
+    differences = [difference for each in common for difference in each]
+    noise = (sum(each**2 for each in differences) / max(1, len(differences))) ** 0.5
+    gaps = [
+        max(other.values()) - other.get(max(one, key=lambda key, one=one: one[key]), -torch.inf)
+        for one, other in pairs
+    ]
+    return len(differences) > 15 * len(pairs) and noise < 0.4 and max(gaps) < 1
+
+
 @pytest.mark.gpu
-def test_a_gpus_tokens_are_nearly_those_of_the_reference(
+def test_what_a_gpu_says_is_what_the_reference_says(
     gpu_config: EngineConfig, gpu_runner: Runner
 ) -> None:
-    """Until the first that parts, after which two answers have nothing in common."""
     config = replace(gpu_config, gemm="reference", attention="reference", cuda_graphs="off")
-    expected, _ = answers(config, load_runner(config), ())
-    found, _ = answers(gpu_config, gpu_runner, ())
-    firsts = [found[name][0][0] == expected[name][0][0] for name in expected]
-    assert sum(firsts) >= 0.8 * len(firsts)
+    found, expected = likeliest(gpu_runner), likeliest(load_runner(config))
+    assert agree(found, expected)
+    assert not agree(found[1:] + found[:1], expected)
 
 
 @pytest.mark.gpu
