@@ -502,6 +502,16 @@ __device__ __forceinline__ void cluster_sync() {
             : "memory");
 }
 
+// In two parts, which order no accesses: behind the second all blocks of the cluster have begun, and
+// their shared memory is theirs.
+__device__ __forceinline__ void cluster_begin() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_has_begun() {
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
 // Until the kernels before this one have ended and their writes are visible. The rules of early
 // launch, for all kernels here:
 //

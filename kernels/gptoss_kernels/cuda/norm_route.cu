@@ -305,6 +305,7 @@ __device__ __forceinline__ void write_rows(const int (&rows)[CHOSEN], const Shar
 extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THREADS, 1)
     norm_route(const __grid_constant__ Arguments arguments) {
     __shared__ Shared shared;
+    if constexpr (BLOCKS > 1) cluster_begin();
     static_assert(THREADS >= TILE * EXPERTS_A_BLOCK && WARPS >= OWNED);
     const Place place;
     const uint32_t rank = BLOCKS > 1 ? cluster_rank() : 0;
@@ -326,6 +327,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     if (adds && own_expert < EXPERTS) bias = low_bf16(arguments.bias[own_expert]);
     wait_for_previous_kernels();
     allow_next_kernel();
+    if constexpr (BLOCKS > 1) cluster_has_begun();
 
     const int step = gridDim.x / BLOCKS * TILE;
     int turn = 0;
