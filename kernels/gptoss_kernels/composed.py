@@ -53,8 +53,8 @@ class ComposedOperators:
         """reference.linear"""
         if not isinstance(weight, Fp8Weight):
             return reference.linear(x, weight, bias, residual=residual)
-        operands = (*self._fp8.quantise(x), weight.values, weight.scale, bias)
-        return self._fp8.linear_fp8(*operands, residual=residual)
+        operands = (x, weight.values, weight.scale, bias)
+        return self._fp8.quantised_linear_fp8(*operands, residual=residual)
 
     def norm_linear(
         self,

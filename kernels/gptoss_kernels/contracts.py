@@ -159,7 +159,7 @@ def sizes(x: Tensor, weight: Tensor, dimensions: int) -> tuple[int, int, int]:
 
 def check_inputs(
     x: Tensor,
-    x_scale: Tensor,
+    x_scale: Tensor | None,
     weight: Tensor,
     weight_scale: Tensor,
     bias: Tensor | None,
@@ -167,16 +167,19 @@ def check_inputs(
     dimensions: int = 2,
     x_group: int = BLOCK,
 ) -> None:
-    """Of a product: `x` [M, K] and `weight` [N, K], or with 3 dimensions [E, N, K]."""
-    check_type("x", x, torch.float8_e4m3fn, x)
-    check_type("x_scale", x_scale, torch.float32, x)
+    """Of a product: `x` [M, K] and `weight` [N, K], or with 3 dimensions [E, N, K].
+
+    Without `x_scale` x is bf16, and quantised on the way.
+    """
+    check_type("x", x, torch.bfloat16 if x_scale is None else torch.float8_e4m3fn, x)
+    if x_scale is not None:
+        check_type("x_scale", x_scale, torch.float32, x)
     check_type("weight", weight, torch.float8_e4m3fn, x)
     check_type("weight_scale", weight_scale, torch.float32, x)
     m, n, k = sizes(x, weight, dimensions)
     if n % 8 or k % 16 or n == 0 or k == 0:
         raise ValueError(f"N must be a multiple of 8 and K of 16, got N={n}, K={k}")
     experts = weight.shape[:-2]
-    check_shape("x_scale", x_scale, (m, -(-k // x_group)))
     check_shape("weight_scale", weight_scale, (*experts, -(-n // BLOCK), -(-k // BLOCK)))
     check_contiguous("weight_scale", weight_scale)
     if bias is not None:
@@ -189,7 +192,9 @@ def check_inputs(
     else:
         check_rows("weight", weight)
     check_rows("x", x)
-    check_scale("x_scale", x_scale)
+    if x_scale is not None:
+        check_shape("x_scale", x_scale, (m, -(-k // x_group)))
+        check_scale("x_scale", x_scale)
 
 
 def check_output(

@@ -43,6 +43,7 @@ __all__ = [
     "grouped_swiglu_fp8",
     "linear_fp8",
     "quantise",
+    "quantised_linear_fp8",
     "rms_norm_fp8",
 ]
 
@@ -81,6 +82,18 @@ def linear_fp8(
                 COLUMNS=_COLUMNS,
             )
     return out
+
+
+def quantised_linear_fp8(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """linear_fp8 of what quantise gives of `x` [M, K] bf16."""
+    return linear_fp8(*quantise(x), weight, weight_scale, bias, residual=residual)
 
 
 def grouped_swiglu_fp8(

@@ -271,6 +271,16 @@ class Fp8Operators(Protocol):
         residual: Tensor | None = None,
     ) -> Tensor: ...
 
+    def quantised_linear_fp8(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor | None = None,
+        *,
+        residual: Tensor | None = None,
+    ) -> Tensor: ...
+
     def dispatch_fp8(self, x: Tensor, chosen: Tensor, num_experts: int) -> Dispatched: ...
 
     def grouped_swiglu_fp8(

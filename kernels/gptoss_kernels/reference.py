@@ -188,6 +188,18 @@ def linear_fp8(
     return out.to(dtype)
 
 
+def quantised_linear_fp8(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """linear_fp8 of what quantise gives of x: [T, K] -> bf16 [T, N]"""
+    return linear_fp8(*quantise(x), weight, weight_scale, bias, residual=residual)
+
+
 def _widened_groups(values: Tensor, group: int) -> Tensor:
     """e4m3 [N, K] -> fp64 [ceil(K / group), N, group], filled up with zeros."""
     padding = (0, -values.shape[1] % group)

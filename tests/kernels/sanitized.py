@@ -43,6 +43,7 @@ from gptoss_kernels.cuda import attention_prefill as prefill
 from gptoss_kernels.cuda import (
     few_rows_fp8,
     grouped_fp8,
+    linear_fp8_few,
     logprobs,
     rope,
     sample,
@@ -61,6 +62,7 @@ from gptoss_kernels.cuda.grouped_fp8 import GroupedTile
 from gptoss_kernels.cuda.grouped_linear_fp8 import grouped_linear_fp8
 from gptoss_kernels.cuda.grouped_swiglu_fp8 import grouped_swiglu_fp8
 from gptoss_kernels.cuda.linear_fp8 import LinearTile, linear_fp8
+from gptoss_kernels.cuda.linear_fp8_few import FewTile, choose_few_tile
 from gptoss_kernels.cuda.norm_route import RouteTile, choice_spec, norm_route
 from gptoss_kernels.cuda.quantise import quantise
 from gptoss_kernels.cuda.quantise import spec as quantise_spec
@@ -323,6 +325,13 @@ LINEAR_TILES = dict.fromkeys(
     for model in SERVED_MODELS.values()
     for n, k in ((model.qkv, model.hidden), (model.hidden, model.attention))
 )
+# Of each Hopper board.
+FEW_TILES = dict.fromkeys(
+    tile
+    for model, tokens, num_blocks in product(SERVED_MODELS.values(), (8, 16), (132, 114, 78))
+    for n, k in ((model.qkv, model.hidden), (model.hidden, model.attention))
+    if (tile := choose_few_tile(tokens, n, k, num_blocks))
+)
 LONG_SUMS = (67, 136, 4096)  # one tile goes round any ring of slots
 # Of two experts, between any two of choose_tile's limits.
 GROUPED_ROWS = (1, 12, 50, 120, 200, 1000)
@@ -418,6 +427,41 @@ def linear_calls(tile_class: type[LinearTile]) -> Iterator[Call]:
             for residual, has_bias in options:
                 spec = replace(tile, has_residual=bool(residual)).spec
                 yield Call((spec,), partial(error, tile, *shape, residual, has_bias))
+
+
+def linear_few_calls() -> Iterator[Call]:
+    """The last block of threads has fewer rows, and one has rows of two of the weight's scales."""
+
+    def error(tile: FewTile, m: int, residual: str, has_bias: bool) -> float:
+        n = 136 // tile.rows * tile.rows + tile.rows + 8
+        x, x_scale, weight, weight_scale, bias = product_inputs(m, n, tile.k, BLOCK, ())
+        weights = (weight, weight_scale, bias if has_bias else None)
+        added = torch.randn(m, n).mul(2).bfloat16() if residual else None
+        if tile.quantises:
+            x = x.float().div(64).bfloat16()
+            expected = reference.quantised_linear_fp8(x, *weights, residual=added)
+            (gpu_x,), gpu_scale = on_gpu(x), None
+        else:
+            expected = reference.linear_fp8(x, x_scale, *weights, residual=added)
+            gpu_x, gpu_scale = on_gpu(x, x_scale)
+        gpu_weight, gpu_weight_scale, gpu_bias = on_gpu(weight, weight_scale, bias)
+        gpu_added = None if added is None else on_gpu(added)[0]
+        room = empty_bf16(m, n)
+        if gpu_added is not None and residual == "in place":
+            room = gpu_added
+        launch = linear_fp8_few.prepare(
+            *(tile, gpu_x, gpu_scale, gpu_weight, gpu_weight_scale),
+            *(gpu_bias if has_bias else None, gpu_added, room),
+        )
+        launch(torch.cuda.current_stream().cuda_stream)
+        return norm_error(room, expected)
+
+    quantising = (replace(tile, quantises=True) for tile in FEW_TILES if tile.tokens == 8)
+    for served in (*FEW_TILES, *quantising):
+        for residual, has_bias in (("", True), ("in place", False), ("elsewhere", True)):
+            tile = replace(served, has_residual=bool(residual))
+            for m in {1, tile.tokens - 1}:
+                yield Call((tile.spec,), partial(error, tile, m, residual, has_bias))
 
 
 def grouped_inputs(rows: tuple[int, ...], n: int, k: int, group: int) -> list[Tensor]:
@@ -776,6 +820,7 @@ def transfer_calls() -> Iterator[Call]:
 OPERATORS: dict[str, Callable[[], Iterable[Call]]] = {
     "linear_fp8": partial(linear_calls, LinearTile),
     f"linear_fp8{TWIN}": partial(linear_calls, LinearWhereBothWait),
+    "linear_fp8_few": linear_few_calls,
     "grouped_swiglu_fp8": swiglu_calls,
     "grouped_linear_fp8": grouped_linear_calls,
     "attention_decode": partial(decode_calls, decode.DecodeTile),

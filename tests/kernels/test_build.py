@@ -19,7 +19,8 @@ from gptoss_kernels.cuda.compiler import Cubin, KernelSpec, wgmma_source
 from gptoss_kernels.cuda.dispatch_fp8 import specs as dispatch_specs
 from gptoss_kernels.cuda.few_rows_fp8 import MAXIMUM_ROWS, FewRowsTile
 from gptoss_kernels.cuda.grouped_fp8 import choose_tile as choose_grouped_tile
-from gptoss_kernels.cuda.linear_fp8 import choose_tile as choose_linear_tile
+from gptoss_kernels.cuda.linear_fp8 import choose as choose_linear_tile
+from gptoss_kernels.cuda.linear_fp8_few import FewTile
 from gptoss_kernels.cuda.logprobs import spec as logprobs_spec
 from gptoss_kernels.cuda.norm_route import RouteTile, choice_spec
 from gptoss_kernels.cuda.quantise import spec as quantise_spec
@@ -69,7 +70,7 @@ def test_all_served_kernels_are_fit_to_be_served(tmp_path: Path) -> None:
 
 def test_what_is_served_is_what_operators_choose() -> None:
     served = set(build.served_kernels())
-    for m in (1, 7, 64, 65, 127, 128, 129, 193, 1000, 8192, 32768, 99_999, 131_072):
+    for m in (1, 7, 12, 64, 65, 127, 128, 129, 193, 1000, 8192, 32768, 99_999, 131_072):
         for n, k in ((5120, 2880), (2880, 4096), (512, 128), (128, 256), (320, 4096)):
             tile = choose_linear_tile(m, n, k, 132)
             assert {tile.spec, replace(tile, has_residual=True).spec} <= served
@@ -86,6 +87,9 @@ def test_what_is_served_is_what_operators_choose() -> None:
             assert rms_norm_spec(layout, is_fp8=is_fp8, num_chosen=chosen) in served
         assert combine_spec(choose_combine_layout(m, 2880, 4), 4) in served
         assert {select_rows_spec(layout, row_type) for row_type in ROW_BYTES} <= served
+    for has_residual in (False, True):
+        quantising = FewTile(4096, 16, quantises=True, has_residual=has_residual)
+        assert quantising.spec in served
     for k, group in product((2880, 320, 128), (64, 128)):
         assert FewRowsTile(k, swiglu=True, out_group=group).spec in served
     for k, group in product((2880, 1088, 128), (64, 128)):

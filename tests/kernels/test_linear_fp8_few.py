@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from gptoss_kernels import reference
-from gptoss_kernels.cuda.linear_fp8 import linear_fp8
+from gptoss_kernels.cuda.linear_fp8 import MAXIMUM_QUANTISED_ROWS, linear_fp8, quantised_linear_fp8
 from gptoss_kernels.cuda.linear_fp8_few import MAXIMUM_ROWS, FewTile, choose_few_tile
+from gptoss_kernels.cuda.quantise import quantise
 from gptoss_kernels.testing import norm_error
 
+from .emulator import emulated
 from .test_linear_fp8 import BOUND, H200_BLOCKS, SERVED_SHAPES, float64, poisoned, random_inputs
 
 # Beyond those that are served: fewer columns than blocks, a last block with fewer rows, ragged K,
@@ -25,9 +27,8 @@ SHAPES = (
 
 
 def tile_of(m: int, n: int, k: int) -> FewTile:
-    tile = choose_few_tile(m, n, k, H200_BLOCKS)
-    assert tile is not None
-    return tile
+    """As served, or where linear_fp8.cu is, with the fewest rows of the weight."""
+    return choose_few_tile(m, n, k, H200_BLOCKS) or FewTile(k, 8, tokens=-(-m // 8) * 8)
 
 
 @pytest.mark.gpu
@@ -164,6 +165,54 @@ def test_captured_graph_is_eager() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize("m", [0, 1, 3, 8, 9, 40])
+def test_unquantised_rows_are_quantised_first(m: int, n: int, k: int) -> None:
+    _, _, weight, weight_scale, bias = random_inputs(m, n, k)
+    x = (torch.randn(m, k, device="cuda").exp() - 2).bfloat16()
+    x[:, :64] = 0
+    x[1:2, 3:4] = torch.inf
+    x[2:3, 70:71] = torch.nan
+    residual = torch.randn(m, n, device="cuda").bfloat16()
+    torch.cuda.synchronize()
+    weights = (weight, weight_scale, bias)
+    for added in (None, residual):
+        out = quantised_linear_fp8(x, *weights, residual=added, out=poisoned(m, n))
+        expected = linear_fp8(*quantise(x), *weights, residual=added)
+        torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+        assert m == 0 or bool(out[0].isfinite().all())
+        assert bool(out[1:3].isnan().all())
+
+
+@pytest.mark.gpu
+def test_unquantised_rows_are_read_after_the_kernel_before_wrote_them() -> None:
+    m, n, k = 8, 2880, 4096
+    _, _, *weights = random_inputs(m, n, k)
+    x = torch.randn(m, k, device="cuda").bfloat16()
+    expected = quantised_linear_fp8(x, *weights)
+    slow, late = torch.randn(4096, 4096, device="cuda"), torch.zeros_like(x)
+    for _ in range(20):
+        late.zero_()
+        slow = slow @ slow / 64
+        late.copy_(x)
+        assert torch.equal(quantised_linear_fp8(late, *weights), expected)
+
+
+@pytest.mark.gpu
+def test_bad_unquantised_rows_are_refused() -> None:
+    x, _, *weights = random_inputs(3, 256, 512)
+    bf16 = torch.zeros(3, 512, device="cuda", dtype=torch.bfloat16)
+    for bad, sentence in (
+        (x, "x must be torch.bfloat16, got torch.float8_e4m3fn"),
+        (bf16[:, :496], r"must agree in K, got \[3, 496\] and \[256, 512\]"),
+        (bf16.cpu(), "x must be on a GPU"),
+        (bf16[:1].expand(3, 512), "rows of their own"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            quantised_linear_fp8(bad, *weights)
+
+
+@pytest.mark.gpu
 def test_a_tile_for_others_is_refused() -> None:
     inputs = random_inputs(9, 256, 512)
     for tile in (FewTile(512, 16), FewTile(528, 16, tokens=16), FewTile(512, 136, tokens=16)):
@@ -171,15 +220,39 @@ def test_a_tile_for_others_is_refused() -> None:
             linear_fp8(*inputs, tile=tile)
 
 
-def test_equal_ranges_of_the_weight_on_all_multiprocessors() -> None:
-    assert choose_few_tile(1, 5120, 2880, 132) == FewTile(2880, 40)
-    assert choose_few_tile(9, 2880, 4096, 132) == FewTile(4096, 24, tokens=16)
-    assert choose_few_tile(8, 5120, 2880, 114) == FewTile(2880, 48)
-    assert choose_few_tile(8, 320, 4096, 132) == FewTile(4096, 8)
+@pytest.mark.parametrize(("m", "launches"), [(1, 1), (MAXIMUM_QUANTISED_ROWS, 1), (9, 2)])
+def test_few_unquantised_rows_take_one_launch(m: int, launches: int) -> None:
+    x, weight = torch.randn(m, 272).bfloat16(), torch.randn(136, 272).to(torch.float8_e4m3fn)
+    x[0, :128] = 0
+    weight_scale, bias = torch.rand(2, 3), torch.randn(136)
+    residual = torch.randn(m, 136).bfloat16()
+    for seed in range(3):
+        with emulated(seed, late=[x, residual]) as emulation:
+            out = quantised_linear_fp8(x, weight, weight_scale, bias, residual=residual)
+        assert emulation.seed == seed + launches
+        expected = reference.quantised_linear_fp8(x, weight, weight_scale, bias, residual=residual)
+        assert norm_error(out, expected) < BOUND
+
+
+@pytest.mark.parametrize("num_blocks", [132, 114, 78])
+def test_up_to_8_rows_two_blocks_share_a_multiprocessor(num_blocks: int) -> None:
+    for m in (1, 8):
+        assert choose_few_tile(m, 5120, 2880, num_blocks) == FewTile(2880, 16)
+        assert choose_few_tile(m, 2880, 4096, num_blocks) == FewTile(4096, 16)
+        assert choose_few_tile(m, 320, 4096, num_blocks) == FewTile(4096, 8)
+    assert choose_few_tile(8, 5120, 2880, 1000) == FewTile(2880, 8)
+
+
+def test_more_rows_have_equal_ranges_of_the_weight_while_they_are_short() -> None:
+    for m in (9, MAXIMUM_ROWS):
+        assert choose_few_tile(m, 2880, 4096, 132) == FewTile(4096, 24, tokens=16)
+        assert choose_few_tile(m, 2880, 4096, 114) == FewTile(4096, 32, tokens=16)
+        assert choose_few_tile(m, 2880, 4096, 78) is None
+        assert choose_few_tile(m, 5120, 2880, 132) is None
 
 
 def test_too_many_rows_or_columns_have_no_tile() -> None:
-    fits = {"m": MAXIMUM_ROWS, "n": 5120, "k": 2880, "num_blocks": 132}
-    assert choose_few_tile(**fits) is not None
-    for more in ({"m": MAXIMUM_ROWS + 1}, {"n": 2 * 5120}, {"k": 4112}, {"num_blocks": 60}):
-        assert choose_few_tile(**{**fits, **more}) is None
+    assert choose_few_tile(MAXIMUM_ROWS + 1, 2880, 4096, 132) is None
+    assert choose_few_tile(8, 2880, 4112, 132) is None
+    # A thread would store twice.
+    assert choose_few_tile(9, 2880, 80, 132) is None

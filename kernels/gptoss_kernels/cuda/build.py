@@ -83,13 +83,17 @@ def served_kernels() -> tuple[KernelSpec, ...]:
 
 
 def _dense(model: ModelSizes) -> Iterator[KernelSpec]:
-    from gptoss_kernels.cuda.linear_fp8 import choose_tile
+    from gptoss_kernels.cuda.linear_fp8 import MAXIMUM_QUANTISED_ROWS, choose
+    from gptoss_kernels.cuda.linear_fp8_few import FewTile
 
     shapes = ((model.qkv, model.hidden), (model.hidden, model.attention))
     choices = product(_NUM_TOKENS, shapes, _NUM_BLOCKS)
-    for tile in {choose_tile(m, n, k, num_blocks) for m, (n, k), num_blocks in choices}:
-        for has_residual in (False, True):
-            yield replace(tile, has_residual=has_residual).spec
+    tiles = {choose(m, n, k, num_blocks) for m, (n, k), num_blocks in choices}
+    few = {t for t in tiles if isinstance(t, FewTile) and t.tokens <= MAXIMUM_QUANTISED_ROWS}
+    # What attention gives comes unquantised.
+    quantising = {replace(tile, quantises=True) for tile in few if tile.k == model.attention}
+    for tile, has_residual in product(tiles | quantising, (False, True)):
+        yield replace(tile, has_residual=has_residual).spec
 
 
 def _grouped(model: ModelSizes) -> Iterator[KernelSpec]:

@@ -17,7 +17,8 @@ from torch import Tensor
 from gptoss_kernels import contracts
 from gptoss_kernels.cuda import linear_fp8_few, runtime
 from gptoss_kernels.cuda.gemm_fp8 import Arguments, Tile, kernel, launch
-from gptoss_kernels.cuda.linear_fp8_few import FewTile
+from gptoss_kernels.cuda.linear_fp8_few import FewTile, choose_few_tile
+from gptoss_kernels.cuda.quantise import quantise
 from gptoss_kernels.fp8 import BLOCK
 
 
@@ -52,6 +53,39 @@ def linear_fp8(
         given = [tensor for tensor in tensors if tensor is not None]
         options = ("linear_fp8", tile, bias is None, residual is None)
         launch(options, given, lambda: _prepare(*tensors, tile))
+    return out
+
+
+# Beyond them each block of threads would read more of x in bf16 than of the weight.
+MAXIMUM_QUANTISED_ROWS = 8
+
+
+def quantised_linear_fp8(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """linear_fp8 of what quantise gives of `x` [M, K] bf16, bit for bit; all else as there.
+
+    Few rows take one launch, and the weight comes while the kernel that writes x still runs.
+    """
+    contracts.check_gpu(x)
+    m, n, k = contracts.sizes(x, weight, 2)
+    few = 0 < m <= MAXIMUM_QUANTISED_ROWS
+    tile = choose_few_tile(m, n, k, _num_blocks(x.device.index)) if few else None
+    if tile is None:
+        operands = (*quantise(x), weight, weight_scale, bias)
+        return linear_fp8(*operands, residual=residual, out=out)
+    if out is None:
+        out = torch.empty((m, n), dtype=torch.bfloat16, device=x.device)
+    tensors = (x, None, weight, weight_scale, bias, residual, out)
+    given = [tensor for tensor in tensors if tensor is not None]
+    options = ("quantised_linear_fp8", bias is None, residual is None)
+    launch(options, given, lambda: _prepare(*tensors, replace(tile, quantises=True)))
     return out
 
 
@@ -131,9 +165,18 @@ def choose_tile(m: int, n: int, k: int, num_blocks: int) -> LinearTile:
     return min(fitting, key=cost)
 
 
+def choose(m: int, n: int, k: int, num_blocks: int) -> LinearTile | FewTile:
+    """The tile for a shape, and with it the kernel."""
+    return choose_few_tile(m, n, k, num_blocks) or choose_tile(m, n, k, num_blocks)
+
+
+def _num_blocks(device: int | None) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def _check(
     x: Tensor,
-    x_scale: Tensor,
+    x_scale: Tensor | None,
     weight: Tensor,
     weight_scale: Tensor,
     bias: Tensor | None,
@@ -150,7 +193,7 @@ def _check(
 
 def _prepare(
     x: Tensor,
-    x_scale: Tensor,
+    x_scale: Tensor | None,
     weight: Tensor,
     weight_scale: Tensor,
     bias: Tensor | None,
@@ -161,14 +204,15 @@ def _prepare(
     _check(x, x_scale, weight, weight_scale, bias, residual, out)
     (m, k), n = x.shape, weight.shape[0]
     device = x.device.index
-    num_blocks = torch.cuda.get_device_properties(device).multi_processor_count
-    tile = tile or choose_tile(m, n, k, num_blocks)
+    num_blocks = _num_blocks(device)
+    tile = tile or choose(m, n, k, num_blocks)
     if isinstance(tile, FewTile):
         tile = replace(tile, has_residual=residual is not None)
         return linear_fp8_few.prepare(tile, x, x_scale, weight, weight_scale, bias, residual, out)
     if k <= BLOCK * (tile.k_groups - 1):
         raise ValueError(f"{tile} needs {tile.k_groups} blocks of {BLOCK} along K, got K={k}")
     tile = replace(tile, has_residual=residual is not None)
+    assert x_scale is not None, "only few rows come without"
     # Rows beyond the matrix would cost the copy engine time to fill with zeros.
     x_rows = min(-(-m // 8) * 8, tile.rows // tile.cluster_n)
     num_clusters = -(-m // (tile.rows * tile.cluster_m)) * -(-n // (tile.columns * tile.cluster_n))

@@ -313,7 +313,11 @@ struct Output {
 constexpr int OUTPUTS = ROWS / 4 * TOKENS;
 static_assert(OUTPUTS <= THREADS, "a thread stores once");
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+// Of 228 KB and 65,536 registers a multiprocessor; of shared memory each block takes 1 KB more than
+// it asks for, and more rows of x need more registers.
+constexpr int RESIDENT_BLOCKS = TOKENS == 8 && 2 * (SHARED_BYTES + 1024) <= 228 * 1024 ? 2 : 1;
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     linear_fp8_few(const __grid_constant__ Arguments arguments) {
     extern __shared__ __align__(128) unsigned char memory[];
     const uint32_t shared = shared_address(memory);

@@ -1,7 +1,6 @@
 """linear_fp8 of few rows: tile and launch of cuda/linear_fp8_few.cu.
 
-Bound by reading the weight. All of it is sent for before the kernel waits for those before it; what
-it is multiplied with costs little up to 16 rows.
+Bound by reading the weight, which is sent for before the kernel waits for those before it.
 """
 
 from __future__ import annotations
@@ -18,6 +17,8 @@ MAXIMUM_ROWS = 16
 _MAXIMUM_WARPS = 16
 _MAXIMUM_GROUPS = 2  # of 128 columns of x in the registers of a warp
 _UNIT = 8  # rows of weight
+# Multiplying more with 9 to 16 rows of x takes longer than linear_fp8.cu does in all.
+_MOST_ROWS_OF_16 = 32
 
 
 @dataclass(frozen=True)
@@ -90,11 +91,21 @@ class FewTile:
 
 
 def choose_few_tile(m: int, n: int, k: int, num_blocks: int) -> FewTile | None:
-    """None where this kernel has no room: then the tiles of linear_fp8.py are."""
+    """None where this kernel has no room, or the tiles of linear_fp8.py are faster.
+
+    On a device of `num_blocks` multiprocessors. What was timed on an H200 is kept in
+    tests/bench/results/experiments-2026-11-30/linear_few_rows.txt.
+    """
     if m > MAXIMUM_ROWS:
         return None
-    rows = -(-n // (_UNIT * num_blocks)) * _UNIT
-    tile = FewTile(k, rows, tokens=-(-m // 8) * 8)
+    rows = -(-n // (_UNIT * num_blocks)) * _UNIT  # a block for each multiprocessor
+    tokens = -(-m // 8) * 8
+    if tokens == 8:
+        # One of two blocks multiplies while the other's weight is still under way.
+        rows = min(rows, 2 * _UNIT)
+    elif rows > _MOST_ROWS_OF_16:
+        return None
+    tile = FewTile(k, rows, tokens)
     return tile if tile.is_possible else None
 
 
@@ -120,7 +131,8 @@ def prepare(
 ) -> runtime.Launch:
     """Pack a launch of checked tensors. ValueError if the tile is not for them."""
     (m, k), n = x.shape, weight.shape[0]
-    if not tile.is_possible or k != tile.k or m > tile.tokens:
+    fits = k == tile.k and m <= tile.tokens and tile.quantises == (x_scale is None)
+    if not (fits and tile.is_possible):
         raise ValueError(f"{tile} is not for {m} rows of x and K={k}")
     given = (x, x_scale, weight, weight_scale, bias, residual, out)
     arguments = Arguments(

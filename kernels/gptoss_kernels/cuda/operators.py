@@ -9,7 +9,7 @@ from gptoss_kernels.cuda.compiler import CudaError, nvrtc_version
 from gptoss_kernels.cuda.dispatch_fp8 import dispatch_fp8
 from gptoss_kernels.cuda.grouped_linear_fp8 import grouped_linear_fp8
 from gptoss_kernels.cuda.grouped_swiglu_fp8 import grouped_swiglu_fp8
-from gptoss_kernels.cuda.linear_fp8 import linear_fp8
+from gptoss_kernels.cuda.linear_fp8 import linear_fp8, quantised_linear_fp8
 from gptoss_kernels.cuda.logprobs import logprobs
 from gptoss_kernels.cuda.norm_route import norm_route
 from gptoss_kernels.cuda.quantise import quantise
@@ -33,6 +33,7 @@ __all__ = [
     "logprobs",
     "norm_route",
     "quantise",
+    "quantised_linear_fp8",
     "rms_norm",
     "rms_norm_fp8",
     "rope_and_cache_write",

@@ -25,6 +25,7 @@ from gptoss_kernels.triton_lang.gemm_fp8 import (
     start_sums,
     store_sums,
 )
+from gptoss_kernels.triton_lang.quantise import quantise
 
 _BAND_ROWS = 1024
 
@@ -77,6 +78,18 @@ def linear_fp8(
                 num_warps=tile.warps,
             )
     return out
+
+
+def quantised_linear_fp8(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """linear_fp8 of what quantise gives of `x` [M, K] bf16."""
+    return linear_fp8(*quantise(x), weight, weight_scale, bias, residual=residual)
 
 
 def choose_tile(m: int) -> Tile:
