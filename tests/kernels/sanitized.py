@@ -374,23 +374,34 @@ def where_all_lanes_arrive(served: KernelSpec, changes: Iterable[tuple[str, str]
 
 @dataclass(frozen=True)
 class LinearWhereBothWait(LinearTile):
-    """Who took another warpgroup's sums waits with the one that puts the next ones there.
+    """Who took another warpgroup's sums waits, twice, with the one that puts the next ones there.
 
     As served it arrives at the named barrier and goes on. PTX orders what a thread has read before
-    its arrival; racecheck reports each of the loads with the next tile's store. The number of the
-    one who waits is a constant here, too, in case it is that which racecheck does not follow.
+    its arrival; racecheck reports each of the loads with the next tile's store. Where both wait it
+    still reports those stores that come first: as it seems, a thread's loads are done for it when
+    that thread has left a barrier, and both leave at once. Behind the second barrier all have left
+    the first. The number of the one who waits is a constant here, too, in case it is that which
+    racecheck does not follow.
     It would wait for ever of sums longer than the ring, of which a block here has one tile.
     """
 
     @property
     def spec(self) -> KernelSpec:
+        both = (
+            "{ named_sync(SUM_FREE_BARRIER + group, 256); "
+            "named_sync(SUM_FREE_BARRIER + MATH_GROUPS + group, 256); }"
+        )
         return twin_of(
             super().spec,
             "both wait",
             (
                 (
-                    "if (!is_last) named_arrive(SUM_FREE_BARRIER",
-                    "if (!is_last) named_sync(SUM_FREE_BARRIER",
+                    "if (!is_last) named_arrive(SUM_FREE_BARRIER + group, 256);",
+                    f"if (!is_last) {both}",
+                ),
+                (
+                    "if (!is_first) named_sync(SUM_FREE_BARRIER + group, 256);",
+                    f"if (!is_first) {both}",
                 ),
                 (
                     "const int group = k_group * M_GROUPS + m_group;",
