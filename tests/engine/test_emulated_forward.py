@@ -116,7 +116,7 @@ def forward(
 @pytest.mark.parametrize(
     ("parts", "rows"),
     [
-        (((40, 1), (150, 1)), [0, 1]),  # decodes, which are dispatched at once
+        (((40, 1), (150, 1)), [0, 1]),  # decodes
         (((40, 1), (150, 1), (10, 30)), [0, 1, 31]),  # with a chunk that ends a prompt
         (((130, 20),), []),  # a chunk that does not
     ],

@@ -248,9 +248,9 @@ def test_dispatch_of_few_tokens(
         out = with_dispatch(poisoned(num_tokens, columns, num_chosen), num_experts)
         norm_route(*inputs[:2], EPS, *inputs[2:], num_chosen, out=out)
         assert dispatched_rightly(out, num_experts)
-        assert dispatched_rightly(
-            norm_route(*inputs[:2], EPS, *inputs[2:], num_chosen), num_experts
-        )
+        asked = norm_route(*inputs[:2], EPS, *inputs[2:], num_chosen, dispatches=True)
+        assert dispatched_rightly(asked, num_experts)
+        assert norm_route(*inputs[:2], EPS, *inputs[2:], num_chosen).dispatched is None
 
 
 @gpu

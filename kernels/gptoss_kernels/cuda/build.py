@@ -146,8 +146,7 @@ def _bound_by_memory(model: ModelSizes) -> Iterator[KernelSpec]:
         for is_fp8, num_chosen in product((True, False), (0, 1, chosen)):
             yield rms_norm_spec(layout, is_fp8=is_fp8, num_chosen=num_chosen)
         yield from (select_rows_spec(layout, row_type) for row_type in ROW_BYTES)
-    for dispatches in (False, True):
-        yield RouteTile(model.hidden, model.num_experts, chosen, dispatches).spec
+    yield RouteTile(model.hidden, model.num_experts, chosen).spec
     yield choice_spec(model.num_experts, chosen)
     # The inputs of qkv and of attention's output product, and of w2 where SwiGLU is not fused.
     quantised = ((model.hidden, BLOCK), (model.attention, BLOCK))

@@ -3,8 +3,8 @@
 And a softmax over those K logits, which are rounded to bf16 before; all between is in fp32. For few
 tokens (some 200 of 128 experts, 1000 of 32) it is one launch (norm_route.cu): clusters of blocks
 that hold the router in registers, 16 experts each. Bound by latency: 2 EH bytes of router are read
-while the kernel before still runs. Up to 8 tokens are dispatched to their experts by it as well.
-For more it is rms_norm, the product by cuBLAS, and a choice (choose_experts.cu): 8TH bytes.
+while the kernel before still runs. For more it is rms_norm, the product by cuBLAS, and a choice
+(choose_experts.cu): 8TH bytes.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def norm_route(
     *,
     out: Routed | None = None,
     together: bool | None = None,
+    dispatches: bool = False,
 ) -> Routed:
     """normed bf16 [T, H], chosen int64 [T, K], weights bf16 [T, K], written to `out` if given.
 
@@ -52,8 +53,10 @@ def norm_route(
     with a NaN among them chooses -1, with weights of NaN. Weights and bias must not be written by
     the kernel launched just before on the same stream: they are read while that one may still run.
     `together`: whether one launch does it, which takes E up to 128 and H up to 2880; as is faster
-    if it is not given. It dispatches up to 8 tokens, too, if `out` is not given or has room for
-    that. Raises ValueError on anything else, and runtime.CudaError where there is no Hopper GPU.
+    if it is not given. `dispatches`: whether that one, of up to 8 tokens, also does what
+    dispatch_fp8 would; room for it in `out` says so, too. Not by itself, as it was slower when it
+    was timed last (docs/LOG.md). Raises ValueError on anything else, and runtime.CudaError where
+    there is no Hopper GPU.
     """
     if hidden.dim() != 2:  # all else is checked later, once for many calls
         contracts.check_row_matrix("hidden", hidden, hidden)
@@ -62,7 +65,7 @@ def norm_route(
         fits = weight.shape[0] <= MAXIMUM_EXPERTS and hidden.shape[1] <= MAXIMUM_COLUMNS
         together = fits and len(hidden) <= most_together(weight.shape[0])
     if out is None:
-        out = _room(hidden, len(weight), num_chosen, dispatches=together)
+        out = _room(hidden, len(weight), num_chosen, dispatches=dispatches)
     if together and len(hidden):
         written = (*out[:3], *(out.dispatched or ()))
         launch(
@@ -92,7 +95,7 @@ def _room(hidden: Tensor, num_experts: int, num_chosen: int, *, dispatches: bool
     normed = torch.empty(hidden.shape, dtype=torch.bfloat16, device=device)
     chosen = torch.empty((num_tokens, num_chosen), dtype=torch.int64, device=device)
     weights = torch.empty((num_tokens, num_chosen), dtype=torch.bfloat16, device=device)
-    if not dispatches or not 0 < num_tokens <= MAXIMUM_DISPATCHED:
+    if not dispatches or not num_tokens:
         return Routed(normed, chosen, weights)
     dispatched = contracts.empty_dispatched(normed, chosen, num_experts)
     return Routed(normed, chosen, weights, dispatched)
