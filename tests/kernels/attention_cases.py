@@ -422,7 +422,8 @@ def without_decodes(case: Case) -> Case:
 
 def rounded_queries(case: Case) -> Case:
     """The same, of prefills' queries as kernels round them that multiply in e4m3: a row's largest
-    becomes 256. In float64, as what they stand for is more than bf16 holds."""
+    becomes 256, by an inverse rounded to fp32, whose last bit tells where a query between two e4m3
+    values goes. In float64, as what they stand for is more than bf16 holds."""
     query = case.query[case.decodes.num_queries :].float()
     scale = query.abs().amax(-1, keepdim=True).clamp(min=2.0**-100) / 256
     rounded = case.query.double()

@@ -881,6 +881,28 @@ def test_every_rounding_is_torchs(machine: str, instruction: str, dtype: torch.d
 
 
 @MACHINES
+def test_an_approximate_inverse_may_be_off_by_its_last_bit(machine: str) -> None:
+    """Not of powers of two. One step of Newton's takes it to that of a division, of all bf16 whose
+    inverse is no denormal number."""
+    data = (torch.arange(0x0080, 0x7E80, dtype=torch.int32) << 16).view(torch.float32)
+    out = torch.zeros(2, len(data))
+    body = f"""
+    for (int i = thread; i < {len(data)}; i += 128) {{
+        const float value = reinterpret_cast<float*>(arguments.data)[i];
+        const float near = reciprocal_approx(value);
+        floats[i] = near;
+        floats[{len(data)} + i] = fmaf(fmaf(-value, near, 1.f), near, near);
+    }}
+    """
+    run(body, data, out, machine=machine)
+    near, rounded = out
+    apart = (near.view(torch.int32) - (1 / data).view(torch.int32)).abs()
+    assert torch.equal(rounded, 1 / data)
+    assert 0 < int(apart.max()) <= 1
+    assert bool((apart.view(-1, 128)[:, 0] == 0).all())
+
+
+@MACHINES
 def test_lanes_of_a_warp_tell_each_other(machine: str) -> None:
     out = torch.full((8, 32), -1, dtype=torch.int32)
     body = """

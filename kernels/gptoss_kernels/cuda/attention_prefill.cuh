@@ -16,11 +16,13 @@
 // the end.
 //
 // Full layers over e4m3 are optimistic: where nothing is masked, no maximum is looked for either.
-// Powers are taken relative to the reference as it is, and only if one comes out too large does the
-// warp multiply these keys once more, by itself, and raise its references first.
+// Powers are taken relative to the reference as it is, and only if their sum comes out too large
+// does the warp multiply these keys once more, by itself, and raise its references first.
 //
 // HAS_ONES: a row's powers are summed as they were rounded, by the tensor cores: behind the
-// dimensions of values there are 8 columns of ones.
+// dimensions of values there are 8 columns of ones. Not in full layers over e4m3: a power of less
+// than 2^-10 becomes 0, and beside one large power those of thousands of keys may together be as
+// large; a window's 128 keys are too few for that.
 //
 // Keys come from the last to the first, so that the block that the diagonal crosses, and that ends
 // with slots of nobody, is the first one, which is written out. OVERLAPS: scores of the next block
@@ -42,7 +44,7 @@ constexpr bool FP8 = CACHE_BYTES == 1;  // values are transposed, on their way f
 // A window has two or three blocks. With that few, only what e4m3 needs more instructions for gains
 // by an overlap, or by fewer additions.
 constexpr bool OVERLAPS = FP8 || !HAS_WINDOW;
-constexpr bool HAS_ONES = OVERLAPS;
+constexpr bool HAS_ONES = FP8 == HAS_WINDOW;
 constexpr int COLUMNS = HAS_ONES ? D + 8 : D;  // of sums
 constexpr int KEPT_EVERY = 2;
 constexpr int KEPT = FP8 && !HAS_WINDOW ? D / 2 : 0;  // sums of a thread
@@ -50,7 +52,8 @@ constexpr int KEPT = FP8 && !HAS_WINDOW ? D / 2 : 0;  // sums of a thread
 // the largest are as large as it can hold.
 constexpr int HIGHEST = 8;
 // log2 of how far a maximum may outgrow the one that a reference was taken from. Of e4m3 that costs
-// bits of small powers; but without maxima references are to move seldom.
+// bits of small powers; but without maxima, references are to move seldom, and 16 powers of
+// 2^(HIGHEST - SLACK) must not seem too many.
 constexpr int SLACK = FP8 ? (HAS_WINDOW ? 2 : 4) : 0;
 
 constexpr int ROWS = 64 * WARPGROUPS;
@@ -69,8 +72,7 @@ constexpr int KEY_OFFSET = QUERY_OFFSET + QUERY_SLOTS * QUERY_BYTES;
 constexpr int VALUE_OFFSET = KEY_OFFSET + STAGES * BLOCK_BYTES;
 constexpr int TRANSPOSED_OFFSET = FP8 ? VALUE_OFFSET + STAGES * BLOCK_BYTES : VALUE_OFFSET;
 constexpr int KEPT_OFFSET = TRANSPOSED_OFFSET + TRANSPOSED_STAGES * TRANSPOSED_BYTES;
-constexpr int KEPT_TOTAL_OFFSET = KEPT_OFFSET + MATH_THREADS * KEPT * 4;
-constexpr int ONES_OFFSET = KEPT_TOTAL_OFFSET + (KEPT ? MATH_THREADS * 8 : 0);
+constexpr int ONES_OFFSET = KEPT_OFFSET + MATH_THREADS * KEPT * 4;
 constexpr int TILE_OFFSET = ONES_OFFSET + (HAS_ONES && !FP8 ? 16 * ROW_BYTES : 0);
 constexpr int BARRIER_OFFSET = TILE_OFFSET + QUERY_SLOTS * 32;
 constexpr int NUM_BARRIERS = 4 * QUERY_SLOTS + 4 * STAGES + (FP8 ? 2 * TRANSPOSED_STAGES : 0);
@@ -95,6 +97,10 @@ constexpr int TRANSPOSED_FULL = FP8 ? VALUE_EMPTY + STAGES * 8 : VALUE_FULL;
 constexpr int TRANSPOSED_EMPTY = FP8 ? TRANSPOSED_FULL + TRANSPOSED_STAGES * 8 : VALUE_EMPTY;
 
 constexpr int GROUP_BARRIER = 1;  // + warpgroup. Named barrier 0 is __syncthreads.
+
+// Of half of a lane's powers of one row and block, where no maximum is looked for: none of them is
+// larger. 448 is the largest e4m3 value.
+constexpr float MAXIMUM_SUM = 448;
 
 // Below every score, and its difference to one is no NaN.
 constexpr float NO_REFERENCE = -1e37f;
@@ -357,6 +363,7 @@ struct Math {
     float offset[2];
     float factor[2];  // of sums, where references have moved
     float total[2];  // of the lane's powers, where no ones sum them
+    float added[4];  // to that next: a block's, in even and odd columns, of either row
     float kept[KEPT + 1];  // there is no array of none
     float scale[2];  // of scores, as powers of two
 
@@ -471,16 +478,17 @@ struct Math {
 
     // Each score becomes its power of two.
     __device__ __forceinline__ void raise_to_powers() {
-        float added[4];  // in even and odd columns, of either row
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 2; ++i) {
             scores[i] = exp2_approx(fmaf(scores[i], scale[i / 2 % 2], offset[i / 2 % 2]));
             if constexpr (!HAS_ONES) added[i % 4] = i < 4 ? scores[i] : added[i % 4] + scores[i];
         }
-        if constexpr (!HAS_ONES) {
-            total[0] += added[0] + added[1];
-            total[1] += added[2] + added[3];
-        }
+    }
+
+    __device__ __forceinline__ void add_powers() {
+        if constexpr (HAS_ONES) return;
+        total[0] += added[0] + added[1];
+        total[1] += added[2] + added[3];
     }
 
     __device__ __forceinline__ void rescale() {
@@ -488,8 +496,6 @@ struct Math {
         for (int i = 0; i < COLUMNS / 2; ++i) sums[i] *= factor[i / 2 % 2];
 #pragma unroll
         for (int i = 0; i < KEPT; ++i) kept[i] *= factor[i / 2 % 2];
-        if constexpr (KEPT > 0)
-            put_kept_totals(kept_total(0) * factor[0], kept_total(1) * factor[1]);
     }
 
     // Of e4m3: this warp's scores once more, by itself.
@@ -519,10 +525,8 @@ struct Math {
 
     // Of e4m3, where no maximum was looked for. Whether references have moved.
     __device__ __forceinline__ bool lower_powers() {
-        uint32_t seen = 0;  // the highest bit of a byte that was 2^8 or more, or NaN
-#pragma unroll
-        for (int i = 0; i < BLOCK_N / 8; ++i) seen |= powers[i / 4][i % 4] + 0x08080808;
-        if (!__any_sync(ALL_LANES, seen & 0x80808080)) return false;
+        const float largest = fmaxf(fmaxf(added[0], added[1]), fmaxf(added[2], added[3]));
+        if (!__any_sync(ALL_LANES, !(largest < MAXIMUM_SUM))) return false;
         put_kept_away();
         multiply_keys_again();
         const bool is_raised = raise_references(HIGHEST - SLACK);
@@ -560,6 +564,7 @@ struct Math {
             is_raised = lower_powers();
             release_keys();
         }
+        add_powers();
         if (is_raised) rescale();
     }
 
@@ -569,29 +574,8 @@ struct Math {
         if (is_time) {
 #pragma unroll
             for (int i = 0; i < KEPT; ++i) kept[i] += sums[i];
-            if constexpr (KEPT > 0)
-                put_kept_totals(kept_total(0) + total_of(0), kept_total(1) + total_of(1));
         }
         return is_time;
-    }
-
-    // Of a row's powers, as ones have summed them.
-    __device__ __forceinline__ float& total_of(int r) {
-        return sums[COLUMNS / 2 - 4 + 2 * r];
-    }
-
-    // What is kept of that, in shared memory.
-    __device__ __forceinline__ uint32_t kept_totals() const {
-        return computed_here(shared + KEPT_TOTAL_OFFSET + threadIdx.x * 4);
-    }
-
-    __device__ __forceinline__ float kept_total(int r) const {
-        return load_shared(kept_totals() + r * MATH_THREADS * 4);
-    }
-
-    __device__ __forceinline__ void put_kept_totals(float first, float second) const {
-        store_shared(kept_totals(), first);
-        store_shared(kept_totals() + MATH_THREADS * 4, second);
     }
 
     // To shared memory and back, where registers are needed for something else.
@@ -617,7 +601,6 @@ struct Math {
         total[0] = total[1] = 0;
 #pragma unroll
         for (int i = 0; i < KEPT; ++i) kept[i] = 0;
-        if constexpr (KEPT > 0) put_kept_totals(0, 0);
         int block = tile.num_blocks() - 1;
         wait_for_keys();
         multiply_keys();
@@ -627,6 +610,7 @@ struct Math {
         mask(block);
         raise_references();
         raise_to_powers();
+        add_powers();
         round_powers();
         wait_for_values();
         if (!FP8) barrier_wait(shared + END_CLEARED + queries.slot * 8, queries.phase);
@@ -658,6 +642,7 @@ struct Math {
                 mask(block);
                 if (raise_references()) rescale();
                 raise_to_powers();
+                add_powers();
                 round_powers();
                 wait_for_values();
                 accumulate = true;
@@ -671,10 +656,6 @@ struct Math {
         release_values();
 #pragma unroll
         for (int i = 0; i < KEPT; ++i) sums[i] += kept[i];
-        if constexpr (KEPT > 0) {
-            total_of(0) += kept_total(0);
-            total_of(1) += kept_total(1);
-        }
     }
 
     // Through the place of the tile's queries, which all four warps have multiplied.
@@ -686,7 +667,7 @@ struct Math {
         float inverse[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            float sum = HAS_ONES ? total_of(r) : total[r];
+            float sum = HAS_ONES ? sums[COLUMNS / 2 - 4 + 2 * r] : total[r];
             if constexpr (!HAS_ONES) {
                 sum += __shfl_xor_sync(ALL_LANES, sum, 1);
                 sum += __shfl_xor_sync(ALL_LANES, sum, 2);

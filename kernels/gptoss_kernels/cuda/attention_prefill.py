@@ -100,6 +100,12 @@ class PrefillTile:
         return 128 * (self.warpgroups + 1)
 
     @property
+    def columns(self) -> int:
+        """Of values, and of ones that sum weights: attention_prefill.cuh says where."""
+        is_fp8 = self.dtype == torch.float8_e4m3fn
+        return HEAD_DIM + ONES if is_fp8 == self.has_window else HEAD_DIM
+
+    @property
     def slot_bytes(self) -> int:
         """The slots, what tells of a tile in each of queries, two or four barriers a slot."""
         queries = self.query_slots * (self.rows * HEAD_DIM * 2 + 32 + 32)
@@ -142,8 +148,9 @@ class PrefillTile:
     def products(self) -> str:
         """Of queries and keys, of weights and values."""
         keys = runtime.wgmma_source(self.keys, "bf16")
-        columns = HEAD_DIM if self.has_window else HEAD_DIM + ONES
-        return keys + runtime.wgmma_source(columns, "bf16", a_in_registers=True, transposes_b=True)
+        return keys + runtime.wgmma_source(
+            self.columns, "bf16", a_in_registers=True, transposes_b=True
+        )
 
     @property
     def spec(self) -> runtime.KernelSpec:
@@ -178,10 +185,10 @@ class PrefillFp8Tile(PrefillTile):
     def shared_bytes(self) -> int:
         """And transposed values' slots, and of full layers a place for the sums that are kept.
 
-        A thread has 32 of a row pair's 64 dimensions, and two of the weights.
+        A thread has 32 of a row pair's 64 dimensions.
         """
-        transposed = self.transposed_stages * ((HEAD_DIM + ONES) * 128 + 16)
-        kept = 0 if self.has_window else 128 * self.warpgroups * (HEAD_DIM // 2 + 2) * 4
+        transposed = self.transposed_stages * (self.columns * 128 + 16)
+        kept = 0 if self.has_window else 128 * self.warpgroups * HEAD_DIM // 2 * 4
         return self.slot_bytes + transposed + kept
 
     @property
@@ -191,7 +198,7 @@ class PrefillFp8Tile(PrefillTile):
     @property
     def products(self) -> str:
         keys = runtime.wgmma_source(self.keys, "e4m3", narrow_b=True)
-        return keys + runtime.wgmma_source(HEAD_DIM + ONES, "e4m3", a_in_registers=True)
+        return keys + runtime.wgmma_source(self.columns, "e4m3", a_in_registers=True)
 
 
 # Of layers without a window, the one with the most rows first; and how long a round of each takes

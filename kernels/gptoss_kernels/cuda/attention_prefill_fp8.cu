@@ -151,7 +151,10 @@ __device__ __forceinline__ void Math::prepare_queries() {
     largest = max(largest & 0xFFFF, largest >> 16);
     const uint32_t scale_bits = largest - (8 << 7);  // of a bf16
     const bool is_finite = largest < 0x7F80;
-    const float inverse = reciprocal_approx(__uint_as_float(scale_bits << 16));
+    const float of_row = __uint_as_float(scale_bits << 16), near = reciprocal_approx(of_row);
+    // Rounded as a division is, whatever the last bit of `near`: it tells where a query between two
+    // e4m3 values goes.
+    const float inverse = fmaf(fmaf(-of_row, near, 1.f), near, near);
     int words[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {

@@ -262,7 +262,19 @@ inline float flushed(float value) {
     return fabsf(value) < 1.17549435e-38f ? copysignf(0, value) : value;
 }
 inline void ex2_approx_ftz_f32(float& target, float a) { target = flushed(exp2f(flushed(a))); }
-inline void rcp_approx_ftz_f32(float& target, float a) { target = flushed(1 / flushed(a)); }
+// Of what an approximation leaves open: a unit in the last place more, or less, or none, always the
+// same for the same number; none of powers of two.
+inline float approximate(float value) {
+    b32 bits;
+    memcpy(&bits, &value, 4);
+    const bool is_exact = (bits & 0x7FFFFF) == 0 || (bits & 0x7F800000) == 0x7F800000;
+    if (!is_exact) bits += (bits * 0x9E3779B1 >> 16) % 3 - 1;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+inline void rcp_approx_ftz_f32(float& target, float a) {
+    target = flushed(approximate(1 / flushed(a)));
+}
 inline void rsqrt_approx_f32(float& target, float a) { target = 1 / sqrtf(a); }
 
 inline void cvt_rn_bf16x2_f32(b32& target, float high, float low) {
