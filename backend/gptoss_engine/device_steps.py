@@ -151,7 +151,8 @@ class DeviceSteps:
             len(staged.words) <= _WORDS * num_decodes
             and len(sampling.masked_ids) <= _MASKED * num_decodes
         )
-        are_decodes = len(step.items) == sampling.num_rows == decodes.num_queries
+        # As each item has a row at least, they have one each, and a token is due after it.
+        are_decodes = len(step.items) == sampling.num_rows == staged.num_rows - spare
         if self._graphs and are_decodes and is_small:
             outputs, rows = self._replay(num_decodes, step, staged, sampling)
         else:

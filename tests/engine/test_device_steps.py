@@ -153,6 +153,24 @@ def test_steps_with_guesses(config: EngineConfig, plain: Runner, capture: Record
     assert tokens(on_device(config, capture)) == tokens(plain)
 
 
+def test_a_guess_beside_a_chunk_that_ends_no_prompt_is_no_step_of_decodes(
+    config: EngineConfig, plain: Runner
+) -> None:
+    """As many tokens are due as there are sequences, and as many rows as decodes have."""
+
+    def tokens(runner: Runner) -> list[object]:
+        stepper, made = Stepper(runner), [sequence([7 * i, 3]) for i in range(9)]
+        stepper.advance(*made)
+        guesses = ScheduledItem.of(made[0], 1, (40,))
+        others = [ScheduledItem.of(each, 1) for each in made[1:]]
+        chunk = ScheduledItem.of(sequence(PROMPTS[5]), 20)
+        return [*stepper.step(guesses, *others, chunk).token_ids]
+
+    capture = Recorded()
+    assert tokens(on_device(config, capture)) == tokens(plain)
+    assert capture.replayed == []
+
+
 def requests(count: int, stop_token_ids: tuple[int, ...]) -> Iterator[GenerationRequest]:
     chance = random.Random(0)
     for index in range(count):
