@@ -235,7 +235,7 @@ def test_few_unquantised_rows_take_one_launch(m: int, launches: int) -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [132, 114, 78])
-def test_up_to_8_rows_two_blocks_share_a_multiprocessor(num_blocks: int) -> None:
+def test_up_to_8_rows_blocks_share_a_multiprocessor(num_blocks: int) -> None:
     for m in (1, 8):
         assert choose_few_tile(m, 5120, 2880, num_blocks) == FewTile(2880, 16)
         assert choose_few_tile(m, 2880, 4096, num_blocks) == FewTile(4096, 16)

@@ -101,7 +101,7 @@ def choose_few_tile(m: int, n: int, k: int, num_blocks: int) -> FewTile | None:
     rows = -(-n // (_UNIT * num_blocks)) * _UNIT  # a block for each multiprocessor
     tokens = -(-m // 8) * 8
     if tokens == 8:
-        # One of two blocks multiplies while the other's weight is still under way.
+        # Blocks share a multiprocessor: one multiplies while another's weight is under way.
         rows = min(rows, 2 * _UNIT)
     elif rows > _MOST_ROWS_OF_16:
         return None
