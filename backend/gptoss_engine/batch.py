@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -57,19 +58,29 @@ class Inputs:
     window: PageGroup
 
 
+class DueRows(NamedTuple):
+    """The rows after which a token is due: the last ones of their sequences.
+
+    rows [S] int64, ascending; num_of_decodes: how many of them are rows of Inputs.decodes.
+    """
+
+    rows: Tensor
+    num_of_decodes: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch(Inputs):
     """A step as a CPU builds it: the plain twin of what device_steps.py sends to a GPU.
 
     pending_rows, pending_seats [K] int64: the rows whose input, -1 until it is put there, was
-    chosen by the step before, and its seat; sample_rows [S] int64: the rows after which a token is
-    due, a sequence's last token and its drafts; sample_seats [S] int64: their sequences' seats;
-    sampling: how these rows become tokens.
+    chosen by the step before, and its seat; due: the rows after which a token is due, a sequence's
+    last token and its drafts; sample_seats [S] int64: their sequences' seats; sampling: how these
+    rows become tokens.
     """
 
     pending_rows: Tensor
     pending_seats: Tensor
-    sample_rows: Tensor
+    due: DueRows
     sample_seats: Tensor
     sampling: Sampling
 
@@ -86,7 +97,7 @@ class Batch(Inputs):
         pending: list[tuple[int, int]] = []
         sample_rows: list[int] = []
         sample_seats: list[int] = []
-        due: list[tuple[Sequence, int]] = []
+        sampled: list[tuple[Sequence, int]] = []
         for item, end in zip(step.items, query_start[1:].tolist(), strict=True):
             sequence, first = item.sequence, item.first
             if item.is_pending:
@@ -96,11 +107,10 @@ class Batch(Inputs):
             else:
                 input_ids += sequence.token_ids[first : first + item.num_tokens]
                 input_ids += item.draft_token_ids
-            if item.is_sampled:
-                num_due = 1 + len(item.draft_token_ids)
-                sample_rows += range(end - num_due, end)
-                sample_seats += [item.seat] * num_due
-                due += [(sequence, item.num_output_tokens + k) for k in range(num_due)]
+            sample_rows += range(end - item.num_due, end)
+            sample_seats += [item.seat] * item.num_due
+            sampled += [(sequence, item.num_output_tokens + k) for k in range(item.num_due)]
+        decodes = leading_decodes([len(each) for each in positions])
         tables = [item.sequence.page_tables for item in step.items]
         return cls(
             input_ids=_tensor(np.array(input_ids, dtype=np.int64), device),
@@ -109,12 +119,15 @@ class Batch(Inputs):
             ),
             pending_rows=_tensor(np.array([row for row, _ in pending], dtype=np.int64), device),
             pending_seats=_tensor(np.array([seat for _, seat in pending], dtype=np.int64), device),
-            decodes=leading_decodes([len(each) for each in positions]),
+            decodes=decodes,
             query_start=_tensor(query_start, device),
             seq_lens=_tensor(np.array([p.stop for p in positions], dtype=np.int32), device),
-            sample_rows=_tensor(np.array(sample_rows, dtype=np.int64), device),
+            due=DueRows(
+                rows=_tensor(np.array(sample_rows, dtype=np.int64), device),
+                num_of_decodes=sum(item.num_due for item in step.items[: decodes.num_sequences]),
+            ),
             sample_seats=_tensor(np.array(sample_seats, dtype=np.int64), device),
-            sampling=Sampling.build(due, vocab_size),
+            sampling=Sampling.build(sampled, vocab_size),
             full=PageGroup.build([t.full for t in tables], positions, page_size, device),
             window=PageGroup.build([t.window for t in tables], positions, page_size, device),
         )

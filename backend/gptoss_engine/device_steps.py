@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptoss_engine.batch import Inputs, PageGroup, leading_decodes
+from gptoss_engine.batch import DueRows, Inputs, PageGroup, leading_decodes
 from gptoss_engine.config import EngineConfig
 from gptoss_engine.graphs import Capture, DecodeGraphs, Outputs, graph_sizes
 from gptoss_engine.kv_cache import KVCache
@@ -49,12 +49,11 @@ FILLERS = 16  # rows behind decodes: sizes of graphs are no further apart
 
 
 class Sent(NamedTuple):
-    """A step on the device: sample_rows [S] int64, the rows after which a token is due, and
-    sample_seats [S] int64, who keeps it; sampling: how; items [B, 9], words [W]: as
-    ops.unpack_step takes them."""
+    """A step on the device: due, the rows after which a token is due, and sample_seats [S] int64,
+    who keeps it; sampling: how; items [B, 9], words [W]: as ops.unpack_step takes them."""
 
     sampling: SamplingRows
-    sample_rows: Tensor
+    due: DueRows
     sample_seats: Tensor
     items: Tensor
     words: Tensor
@@ -162,7 +161,8 @@ class DeviceSteps:
             columns = self._columns(step, num_rows - staged.num_rows)
             staged = staged.filled(num_sequences, num_rows)
             due = self._due(step, num_first, spare)
-            sent = self._read(self._send(staged.arrays(), sampling, *due))
+            num_of_decodes = sum(item.num_due for item in step.items[:num_first])
+            sent = self._read(self._send(staged.arrays(), sampling, *due), num_of_decodes)
             decodes = Decodes(num_decodes, decodes.num_queries + spare, decodes.max_queries)
             outputs, rows = self._compute(sent, num_rows, decodes, columns), sent.sampling
         return Launched(step, self._sampler.fetch(*outputs, rows, sampling))
@@ -182,10 +182,9 @@ class DeviceSteps:
         end = 0
         for index, item in enumerate(step.items):
             end += item.num_slots + (num_fillers if index == num_first else 0)
-            if item.is_sampled:
-                num_due = 1 + len(item.draft_token_ids)
-                rows.extend(range(end - num_due, end))
-                seats.extend([item.seat if num_due == 1 else self._config.max_num_seqs] * num_due)
+            num_due = item.num_due
+            rows.extend(range(end - num_due, end))
+            seats.extend([item.seat if num_due == 1 else self._config.max_num_seqs] * num_due)
         return np.array(rows, dtype=np.int64), np.array(seats, dtype=np.int64)
 
     def _columns(self, step: ScheduledStep, longest_filler: int) -> int:
@@ -214,7 +213,7 @@ class DeviceSteps:
             full=PageGroup(out.full_tables, out.full_slots),
             window=PageGroup(out.window_tables, out.window_slots),
         )
-        hidden = self._model.forward(inputs, self._cache, self._ops, sent.sample_rows)
+        hidden = self._model.forward(inputs, self._cache, self._ops, sent.due)
         logits = self._model.logits(hidden, self._ops)
         kept = (sent.sample_seats, self._last_token_ids)
         return Outputs(self._sampler.sample(logits, sent.sampling, *kept), logits)
@@ -230,12 +229,12 @@ class DeviceSteps:
         others = (*sampling._replace(masked_ids=rows), seats, *arrays)
         return self._staging.send((*others, sampling.masked_ids))
 
-    def _read(self, parts: tuple[Part, ...]) -> Sent:
+    def _read(self, parts: tuple[Part, ...], num_of_decodes: int) -> Sent:
         *sampling, seats, items, words, masked_ids = map(self._staging.tensor, parts)
         rows = SamplingRows(*sampling)
         return Sent(
             sampling=rows._replace(masked_ids=masked_ids),
-            sample_rows=rows.masked_ids,
+            due=DueRows(rows.masked_ids, num_of_decodes),
             sample_seats=seats,
             items=items,
             words=words,
@@ -274,7 +273,7 @@ class DeviceSteps:
                 sampling._replace(masked_ids=np.zeros(_MASKED * size, dtype=np.int32)),
                 [],
             )
-            self._graph_parts[size], self._graph_inputs[size] = parts, self._read(parts)
+            self._graph_parts[size], self._graph_inputs[size] = parts, self._read(parts, size)
         columns = self._full.shape[1]  # of sequences of any length
         return self._compute(self._graph_inputs[size], size, Decodes(size, size, 1), columns)
 
@@ -403,8 +402,7 @@ def _sampling(step: ScheduledStep, vocab_size: int) -> Sampling:
         [
             (item.sequence, item.num_output_tokens + index)
             for item in step.items
-            if item.is_sampled
-            for index in range(1 + len(item.draft_token_ids))
+            for index in range(item.num_due)
         ],
         vocab_size,
     )

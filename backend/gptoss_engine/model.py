@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from gptoss_engine.batch import Inputs, PageGroup
+from gptoss_engine.batch import DueRows, Inputs, PageGroup
 from gptoss_engine.kv_cache import KVCache
 from gptoss_engine.model_config import ModelConfig
 from gptoss_engine.weights import LayerWeights, Weights
@@ -44,19 +44,19 @@ class GptOss:
         self.rope_table = rope_table
 
     def forward(
-        self, batch: Inputs, cache: KVCache, ops: Operators, rows: Tensor | None = None
+        self, batch: Inputs, cache: KVCache, ops: Operators, due: DueRows | None = None
     ) -> Tensor:
         """The residual stream after the last layer: [T, H]. Fills the cache's slots.
 
-        rows [S], ascending, the last ones of their sequences: of these alone, [S, H].
+        due: of these rows alone, [S, H].
         """
-        if rows is not None and len(rows) == len(batch.input_ids):
-            rows = None
+        if due is not None and len(due.rows) == len(batch.input_ids):
+            due = None
         hidden, update = ops.embedding(batch.input_ids, self.weights.embedding), None
         for index, layer in enumerate(self.weights.layers):
             query = self._query(hidden, update, index, layer, batch, cache, ops)
-            if rows is not None and layer is self.weights.layers[-1]:
-                batch, hidden, query = _of_rows(rows, batch, hidden, query, ops)
+            if due is not None and layer is self.weights.layers[-1]:
+                batch, hidden, query = _of_rows(due, batch, hidden, query, ops)
             hidden = self._attention(query, hidden, index, layer, batch, cache, ops)
             update = self._mixture_of_experts(hidden, layer, ops)
         return hidden if update is None else ops.combine(*update, residual=hidden)
@@ -147,13 +147,14 @@ class GptOss:
 
 
 def _of_rows(
-    rows: Tensor, batch: Inputs, hidden: Tensor, query: Tensor, ops: Operators
+    due: DueRows, batch: Inputs, hidden: Tensor, query: Tensor, ops: Operators
 ) -> tuple[Inputs, Tensor, Tensor]:
     """hidden and query of these rows, and what attention reads where no others have queries."""
+    rows = due.rows
     # How many of them lie before each sequence's first row.
     starts = torch.searchsorted(rows, batch.query_start.to(rows.dtype)).to(torch.int32)
-    # No sequence has more queries than before; the host does not know more.
-    decodes = batch.decodes._replace(num_queries=min(batch.decodes.num_queries, len(rows)))
+    # No sequence has more queries than before.
+    decodes = batch.decodes._replace(num_queries=due.num_of_decodes)
     selected = ops.select_rows(query.flatten(1), rows).view(len(rows), *query.shape[1:])
-    due = replace(batch, query_start=starts, decodes=decodes)
-    return due, ops.select_rows(hidden, rows), selected
+    batch = replace(batch, query_start=starts, decodes=decodes)
+    return batch, ops.select_rows(hidden, rows), selected

@@ -122,7 +122,7 @@ class Runner:
             device=self._device,
         )
         batch.input_ids[batch.pending_rows] = self._last_token_ids[batch.pending_seats]
-        hidden = self._model.forward(batch, self._cache, self._ops, batch.sample_rows)
+        hidden = self._model.forward(batch, self._cache, self._ops, batch.due)
         logits = self._model.logits(hidden, self._ops)
         rows = batch.sampling.to(self._device)
         token_ids = self._sampler.sample(logits, rows)

@@ -151,6 +151,11 @@ class ScheduledItem(NamedTuple):
         """Positions that are computed, drafts included."""
         return self.num_tokens + len(self.draft_token_ids)
 
+    @property
+    def num_due(self) -> int:
+        """Tokens that are chosen: what follows the last one, and each draft."""
+        return 1 + len(self.draft_token_ids) if self.is_sampled else 0
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
@@ -175,7 +180,7 @@ class StepOutput:
         logprobs: Iterable[TokenLogprob | None],
     ) -> "StepOutput":
         """From what was sampled of all items, one after another; None where nothing is told."""
-        due = [1 + len(item.draft_token_ids) if item.is_sampled else 0 for item in step.items]
+        due = [item.num_due for item in step.items]
         tokens, told = iter(token_ids), iter(logprobs)
         return cls(
             token_ids=tuple(tuple(islice(tokens, count)) for count in due),

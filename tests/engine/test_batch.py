@@ -46,7 +46,7 @@ def test_a_chunk_a_whole_prompt_and_a_decode_lie_flat_one_after_another():
     assert batch.positions.tolist() == [3, 4, 5, 6, 0, 1, 11]
     assert batch.query_start.tolist() == [0, 4, 6, 7]
     assert batch.seq_lens.tolist() == [7, 2, 12]
-    assert batch.sample_rows.tolist() == [5, 6]  # the chunk's last token is not the prompt's
+    assert batch.due.rows.tolist() == [5, 6]  # the chunk's last token is not the prompt's
     assert batch.full.page_tables.tolist() == [[1, 6, -1], [4, -1, -1], [7, 2, 5]]
     assert batch.window.page_tables.tolist() == [[8, 0, -1], [2, -1, -1], [-1, 3, 9]]
     assert batch.full.slot_mapping.tolist() == [7, 24, 25, 26, 16, 17, 23]
@@ -68,14 +68,14 @@ def test_decodes_are_the_sequences_at_the_front_with_few_rows():
 
 def test_drafts_follow_the_known_tokens_and_are_all_sampled_after():
     item = ScheduledItem.of(decode(SamplingParams(seed=5), seed=5), 1, draft_token_ids=())
-    assert build(item).sample_rows.tolist() == [0]
+    assert build(item).due.rows.tolist() == [0]
     made = decode(SamplingParams(), seed=5)
     made.page_tables = tables([7, 2, 5, 1], [-1, 3, 9, 0])
     batch = build(ScheduledItem.of(made, 1, draft_token_ids=(60, 61)))
     assert batch.input_ids.tolist() == [42, 60, 61]
     assert batch.positions.tolist() == [11, 12, 13]
     assert batch.seq_lens.tolist() == [14]
-    assert batch.sample_rows.tolist() == [0, 1, 2]
+    assert batch.due.rows.tolist() == [0, 1, 2]
     assert batch.full.slot_mapping.tolist() == [23, 4, 5]
     assert batch.sampling.uniforms.tolist() == uniforms_of(5, 2, 3, 4)
 
@@ -104,7 +104,7 @@ def test_a_pending_token_is_found_by_its_seat():
     assert batch.positions.tolist() == [0, 1, 11, 0]
     assert batch.pending_rows.tolist() == [2]
     assert batch.pending_seats.tolist() == [6]
-    assert batch.sample_rows.tolist() == [1, 2]
+    assert batch.due.rows.tolist() == [1, 2]
     assert batch.sample_seats.tolist() == [2, 6]
     assert batch.sampling.masked_start.tolist() == [0, 0, 1]
     assert batch.sampling.uniforms.tolist() == [*uniforms_of(0, 0), *uniforms_of(5, 2)]

@@ -277,6 +277,38 @@ def test_rows_that_fill_a_graph_are_stored_nowhere_and_choose_no_experts(
         assert int(changed.sum()) == 9
 
 
+def test_attention_knows_how_many_rows_decodes_have(
+    config: EngineConfig, plain: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside what fills a step, a short chunk that ends no prompt, and a prompt: in the last layer,
+    too, where only rows are left after which a token is due."""
+    counts: list[tuple[int, int]] = []
+
+    class Watched:
+        def __init__(self, operators: Any) -> None:
+            self._operators = operators
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._operators, name)
+
+        def attention(self, *arguments: Any, decodes: Decodes, **options: Any) -> torch.Tensor:
+            query_start: torch.Tensor = arguments[4]
+            counts.append((decodes.num_queries, int(query_start[decodes.num_sequences])))
+            return self._operators.attention(*arguments, decodes=decodes, **options)
+
+    runner = on_device(config, None)
+    for each, steps, filled in ((plain, plain, 0), (runner, runner._steps, 2)):
+        stepper, made = decoding(each, 9)
+        with monkeypatch.context() as patch:
+            patch.setattr(steps, "_ops", Watched(each._ops))
+            items = [ScheduledItem.of(one, 1) for one in made]
+            items.append(ScheduledItem.of(sequence(PROMPTS[1]), 5))
+            stepper.step(*items, ScheduledItem.of(sequence(PROMPTS[1]), 60))
+        num_layers = each.model_config.num_layers
+        assert counts == [(14 + filled, 14 + filled)] * (num_layers - 1) + [(9, 9)]
+        counts.clear()
+
+
 def test_a_step_that_brings_more_than_a_graph_has_room_for_runs_without(
     config: EngineConfig,
 ) -> None:

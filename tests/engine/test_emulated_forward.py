@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gptoss_engine.batch import Batch
+from gptoss_engine.batch import Batch, DueRows
 from gptoss_engine.checkpoints.random_checkpoint import RandomCheckpoint
 from gptoss_engine.kv_cache import KVCache
 from gptoss_engine.loading import load_weights
@@ -109,8 +109,11 @@ def forward(
     batch = Batch.build(step, page_size=PAGE_SIZE, vocab_size=config.vocab_size, device=CPU)
     gpt_oss = GptOss(config, weights, rope_table(config, 300, reference))
     with torch.inference_mode():
-        chosen = None if rows is None else torch.tensor(rows, dtype=torch.int64)
-        return gpt_oss.forward(batch, cache, operators, chosen)
+        if rows is None:
+            return gpt_oss.forward(batch, cache, operators)
+        end = int(batch.query_start[batch.decodes.num_sequences])
+        due = DueRows(torch.tensor(rows, dtype=torch.int64), sum(row < end for row in rows))
+        return gpt_oss.forward(batch, cache, operators, due)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gptoss_engine.batch import Batch
+from gptoss_engine.batch import Batch, DueRows
 from gptoss_engine.checkpoints.checkpoint import Checkpoint
 from gptoss_engine.checkpoints.tensor_source import WeightMode
 from gptoss_engine.kv_cache import KVCache
@@ -113,7 +113,11 @@ def test_chunks_agree_with_transformers(
 def hidden_of(model: GptOss, step: ScheduledStep, cache: KVCache, rows: list[int] | None) -> Tensor:
     batch = Batch.build(step, page_size=PAGE_SIZE, vocab_size=model.config.vocab_size, device=CPU)
     with torch.inference_mode():
-        return model.forward(batch, cache, OPS, None if rows is None else torch.tensor(rows).long())
+        if rows is None:
+            return model.forward(batch, cache, OPS)
+        end = int(batch.query_start[batch.decodes.num_sequences])
+        due = DueRows(torch.tensor(rows).long(), sum(row < end for row in rows))
+        return model.forward(batch, cache, OPS, due)
 
 
 @pytest.mark.parametrize("rows", [[0, 1, 2, 61, 290], [1, 290], [288, 289, 290], [61], []], ids=str)
