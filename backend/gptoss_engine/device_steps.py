@@ -157,7 +157,9 @@ class DeviceSteps:
         else:
             num_rows = staged.num_rows
             if num_sequences > staged.num_sequences:
-                num_rows = filled_rows(num_rows, self._config.max_num_batched_tokens)
+                filled = filled_rows(num_rows, self._config.max_num_batched_tokens)
+                # One sequence has all of them, at positions that there must be.
+                num_rows = filled if filled - num_rows <= self._max_model_len else num_rows
             columns = self._columns(step, num_rows - staged.num_rows)
             staged = staged.filled(num_sequences, num_rows)
             due = self._due(step, num_first, spare)

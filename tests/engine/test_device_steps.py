@@ -399,6 +399,34 @@ def test_rows_are_filled_up_by_little() -> None:
     assert [filled_rows(rows, 300) for rows in (1, 290, 300, 301, 315)] == [16, 300, 300, 316, 316]
 
 
+def test_what_fills_a_step_is_no_longer_than_a_sequence_may_be(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large steps of short sequences: 35 rows are missing to a round number."""
+    config = replace(config, max_model_len=32, max_num_batched_tokens=4096, max_num_seqs=80)
+    runner = on_device(replace(config, num_pages=200, num_window_pages=200), None)
+    lengths: list[int] = []
+    rope = runner._ops.rope_and_cache_write
+
+    class Watched:
+        def __getattr__(self, name: str) -> object:
+            return getattr(original, name)
+
+        def rope_and_cache_write(self, *arguments: Any, **options: Any) -> torch.Tensor:
+            lengths.append(int(arguments[1].max()) + 1)
+            return rope(*arguments, **options)
+
+    assert runner._steps is not None
+    original = runner._steps._ops
+    monkeypatch.setattr(runner._steps, "_ops", Watched())
+    assert filled_rows(67 * 31, 4096) == 67 * 31 + 35
+    Stepper(runner).advance(*(sequence([number] * 31) for number in range(67)))
+    assert {*lengths} == {31}
+    lengths.clear()
+    Stepper(runner).advance(*(sequence([number] * 31) for number in range(5)))
+    assert {*lengths} == {31}
+
+
 def test_steps_of_many_sizes_have_few_shapes(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
