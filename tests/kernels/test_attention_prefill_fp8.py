@@ -250,6 +250,14 @@ def test_powers_that_become_0_are_in_the_sum() -> None:
     assert found.far_beyond(E4M3_WEIGHT_BOUNDS), found
 
 
+def test_a_chunk_behind_30000_keys() -> None:
+    """A query's own key may weigh about as much as all others: 19 % of the worst row, 12 % of the
+    whole if weights are summed as they were rounded."""
+    case = fp8_case([(30000, 24)], scale=0.1875)
+    with emulated():
+        check(case, run(case))
+
+
 def test_another_type_of_cache_is_refused() -> None:
     case = fp8_case()
     with (
