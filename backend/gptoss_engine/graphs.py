@@ -1,6 +1,5 @@
 """Decode steps as CUDA graphs: one for each number of rows that a step is filled up to."""
 
-from bisect import bisect_left
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -44,17 +43,11 @@ class DecodeGraphs:
     def __init__(
         self, step: Callable[[int], Outputs], sizes: tuple[int, ...], capture: Capture
     ) -> None:
-        self.sizes = sizes
         self._graphs: dict[int, tuple[Replay, Outputs]] = {}
         # The largest first: what it gives back to the pool has room for all others.
         for size in tracked(sizes[::-1], "CUDA graphs", len(sizes)):
             step(size)
             self._graphs[size] = capture(lambda size=size: step(size))
-
-    def size_for(self, num_rows: int) -> int | None:
-        """The least that has so many rows; None if none has."""
-        index = bisect_left(self.sizes, num_rows)
-        return self.sizes[index] if index < len(self.sizes) else None
 
     def replay(self, size: int) -> Outputs:
         """Enqueue the graph on the current stream."""
