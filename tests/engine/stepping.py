@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from gptoss_engine.config import EngineConfig
-from gptoss_engine.runner import Computed, Runner, load_runner
+from gptoss_engine.engine import Pending
+from gptoss_engine.runner import Runner, load_runner
 from gptoss_engine.sampler import uniforms
 from gptoss_engine.sequence import ScheduledItem, ScheduledStep, Sequence, StepOutput
 from gptoss_engine.types import GenerationRequest, SamplingParams
@@ -54,7 +55,7 @@ class Stepper:
             random.Random(0).shuffle(pages)
         self._seats: dict[Sequence, int] = {}
 
-    def launch(self, *items: ScheduledItem) -> Computed:
+    def launch(self, *items: ScheduledItem) -> Pending:
         """The items as they are, pages and seats given to those that have none."""
         for item in items:
             needed = -(-(item.first + item.num_slots) // self.page_size)

@@ -457,12 +457,13 @@ class Mixture:
     def operator(
         self, form: Callable[[Mxfp4Weight], AnyWeight], rows: slice = slice(None)
     ) -> Tensor:
-        return reference.experts(
+        mixture = reference.experts(
             *(self.x[rows], self.chosen[rows], self.chosen_weights[rows]),
             *(form(self.w13), self.w13_bias, form(self.w2), self.w2_bias),
             swiglu_alpha=ALPHA,
             swiglu_limit=LIMIT,
         )
+        return reference.combine(*mixture)
 
 
 def as_it_is(weight: Mxfp4Weight) -> Mxfp4Weight:
