@@ -224,12 +224,7 @@ def choose_attention(
         name = "cuda" if _serves_hopper(device, dtype) and takes_heads else "reference"
     else:
         _check_kernels("attention", name, device, dtype)
-    sizes = operators.PAGE_SIZES.get(name)
-    if sizes and config.page_size not in sizes:
-        raise InvalidConfig(
-            f"page_size must be one of {', '.join(map(str, sizes))} with attention {name}, "
-            f"got {config.page_size}"
-        )
+    _check_page_size(config, "attention", name)
     if name != "reference" and model and not takes_heads:
         raise InvalidConfig(
             f"attention must be auto or reference for this model, got {name}: its kernels take "
@@ -282,12 +277,23 @@ def _check_kernels(key: str, name: str, device: torch.device, dtype: torch.dtype
             raise InvalidConfig(f"{key} {name} needs dtype bfloat16, got {found}")
 
 
+def _check_page_size(config: EngineConfig, key: str, name: operators.Attention) -> None:
+    sizes = operators.PAGE_SIZES.get(name)
+    if sizes and config.page_size not in sizes:
+        raise InvalidConfig(
+            f"page_size must be one of {', '.join(map(str, sizes))} with {key} {name}, "
+            f"got {config.page_size}"
+        )
+
+
 def load_operators(
     config: EngineConfig, device: torch.device, dtype: torch.dtype, model: ModelConfig
 ) -> operators.Operators:
     """As chosen; InvalidConfig if what they need is not there."""
     gemm = choose_gemm(config, device, dtype)
     attention = choose_attention(config, device, dtype, model)
+    if gemm == "cuda":  # Beside them stands our kernel that finds a step's slots, whoever attends.
+        _check_page_size(config, "gemm", gemm)
     try:
         return operators.load(gemm, attention)
     except operators.LibraryError as error:

@@ -458,6 +458,13 @@ def test_pages_that_attention_does_not_take_are_refused_at_once(
         choose_attention(config, torch.device("cuda"), torch.bfloat16)
 
 
+def test_pages_that_our_kernels_do_not_take_are_refused_whoever_attends():
+    config = EngineConfig(gemm="cuda", attention="reference", page_size=8)
+    sentence = "page_size must be one of 16, 32, 64, 128, 256 with gemm cuda, got 8"
+    with pytest.raises(InvalidConfig, match=sentence):
+        load_operators(config, torch.device("cuda"), torch.bfloat16, model_config())
+
+
 def test_pages_of_any_size_are_for_the_reference():
     config = EngineConfig(page_size=48)
     assert choose_attention(config, torch.device("cpu"), torch.float32) == "reference"
