@@ -125,8 +125,8 @@ class Runner:
         hidden = self._model.forward(batch, self._cache, self._ops, batch.due)
         logits = self._model.logits(hidden, self._ops)
         rows = batch.sampling.to(self._device)
-        token_ids = self._sampler.sample(logits, rows)
-        self._last_token_ids[batch.sample_seats] = token_ids
+        kept = (batch.sample_seats, self._last_token_ids)
+        token_ids = self._sampler.sample(logits, rows, *kept)
         chosen, logprobs = self._sampler.fetch(token_ids, logits, rows, batch.sampling).result()
         return Computed(StepOutput.of(step, chosen, logprobs))
 
