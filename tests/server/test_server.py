@@ -239,12 +239,12 @@ def test_serve_drains_on_sigterm(tmp_path: Path) -> None:
 
 _POISON = """
 from gptoss_engine.runner import Runner
-sound = Runner.run
-def run(self, step):
+sound = Runner.launch
+def launch(self, step):
     if any(item.sequence.num_prompt_tokens == 7 for item in step.items):
         raise RuntimeError("the device fell off")
     return sound(self, step)
-Runner.run = run
+Runner.launch = launch
 from gptoss_backend.metrics import EngineMetrics
 def flush(self, stats):
     raise RuntimeError("the server takes no more numbers")
@@ -254,18 +254,18 @@ from gptoss_backend.engine_model import TritonPythonModel
 _STUCK = """
 import threading
 from gptoss_engine.runner import Runner
-Runner.run = lambda self, step: threading.Event().wait()
+Runner.launch = lambda self, step: threading.Event().wait()
 from gptoss_backend.engine_model import TritonPythonModel
 """
 _STUCK_LATER = """
 import threading
 from gptoss_engine.runner import Runner
-sound = Runner.run
-def run(self, step):
+sound = Runner.launch
+def launch(self, step):
     if any(item.sequence.num_prompt_tokens == 7 for item in step.items):
         threading.Event().wait()
     return sound(self, step)
-Runner.run = run
+Runner.launch = launch
 from gptoss_backend.engine_model import TritonPythonModel
 """
 
