@@ -102,15 +102,12 @@ class Runner:
         if self._steps is not None:
             self._steps.warm_up()
 
-    def run(self, step: ScheduledStep) -> StepOutput:
-        """Computes the step's tokens and chooses what follows the last one and each draft."""
-        return self.launch(step).result()
-
     @torch.inference_mode()
     def launch(self, step: ScheduledStep) -> Computed | Launched:
-        """`run` in two parts: the next step may be launched before this one's result is asked for.
+        """Computes the step's tokens and chooses what follows the last one and each draft.
 
-        Reads the sequences' page tables before it returns, and else of them only what no later
+        On a GPU only enqueued: the next step may be launched before this one's result is asked
+        for. Reads the sequences' page tables before it returns, and else of them only what no later
         step changes.
         """
         if self._steps is not None:
