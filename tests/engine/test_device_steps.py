@@ -345,7 +345,7 @@ def test_a_step_takes_the_least_graph_that_has_room(config: EngineConfig) -> Non
 
 
 def test_rows_that_fill_a_graph_are_stored_nowhere_and_choose_no_experts(
-    config: EngineConfig,
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capture = Recorded()
     runner = on_device(config, capture)
@@ -366,7 +366,8 @@ def test_rows_that_fill_a_graph_are_stored_nowhere_and_choose_no_experts(
             return found
 
     assert runner._steps is not None
-    original, runner._steps._ops = runner._steps._ops, Watched()  # type: ignore[assignment]
+    original = runner._steps._ops
+    monkeypatch.setattr(runner._steps, "_ops", Watched())
     stepper.advance(*made)
     assert capture.replayed == [12]
     for experts in chosen:
