@@ -142,7 +142,6 @@ class GptOss:
             layer.w2_bias,
             swiglu_alpha=self.config.swiglu_alpha,
             swiglu_limit=self.config.swiglu_limit,
-            dispatched=routed.dispatched,
         )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gptoss_kernels import reference
-from gptoss_kernels.contracts import Dispatched, Mixture
+from gptoss_kernels.contracts import Mixture
 from gptoss_kernels.fp8 import Fp8Weight
 from gptoss_kernels.mxfp4 import Mxfp4Weight
 from gptoss_kernels.ops import AttentionOperators, CommonOperators, Fp8Operators
@@ -84,7 +84,6 @@ class ComposedOperators:
         *,
         swiglu_alpha: float,
         swiglu_limit: float,
-        dispatched: Dispatched | None = None,
     ) -> Mixture:
         """reference.experts, without a word to the host: how rows lie stays on the device
 
@@ -97,11 +96,8 @@ class ComposedOperators:
                 swiglu_limit=swiglu_limit,
             )
 
-        def mixture(
-            x: Tensor, chosen: Tensor, weights: Tensor, dispatched: Dispatched | None = None
-        ) -> Mixture:
-            dispatched = dispatched or self._fp8.dispatch_fp8(x, chosen, w13.shape[0])
-            values, scale, expert_start, rows = dispatched
+        def mixture(x: Tensor, chosen: Tensor, weights: Tensor) -> Mixture:
+            values, scale, expert_start, rows = self._fp8.dispatch_fp8(x, chosen, w13.shape[0])
             inner = self._fp8.grouped_swiglu_fp8(
                 *(values, scale, expert_start, w13.values, w13.scale, w13_bias),
                 alpha=swiglu_alpha,
@@ -111,7 +107,7 @@ class ComposedOperators:
             return Mixture(self._fp8.grouped_linear_fp8(*inner, *second), rows, weights)
 
         if len(x) <= MAXIMUM_TOKENS:
-            return mixture(x, chosen, chosen_weights, dispatched)
+            return mixture(x, chosen, chosen_weights)
         pieces = zip(*(t.split(MAXIMUM_TOKENS) for t in (x, chosen, chosen_weights)), strict=True)
         # The norm that adds them up reads all but the sums early: see ops.Fp8Operators.
         rows = torch.arange(len(x), dtype=torch.int32, device=x.device)[:, None]

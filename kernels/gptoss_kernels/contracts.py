@@ -99,16 +99,11 @@ class Mixture(NamedTuple):
 
 
 class Routed(NamedTuple):
-    """Where each token goes. dispatched: what dispatch_fp8 gives of normed and chosen, where it was
-    known at once.
-
-    normed [T, H]; chosen [T, K] int64, -1 for none; weights [T, K].
-    """
+    """Where each token goes: normed [T, H]; chosen [T, K] int64, -1 for none; weights [T, K]."""
 
     normed: Tensor
     chosen: Tensor
     weights: Tensor
-    dispatched: Dispatched | None = None
 
 
 def empty_scale(rows: int, columns: int, device: torch.device | str, group: int = BLOCK) -> Tensor:
@@ -376,8 +371,8 @@ def check_route_inputs(
 
 
 def check_routed(out: Routed, hidden: Tensor, num_chosen: int) -> None:
-    """Room for what norm_route gives of checked inputs, but for what is dispatched."""
-    normed, chosen, chosen_weights, _ = out
+    """Room for what norm_route gives of checked inputs."""
+    normed, chosen, chosen_weights = out
     check_output("normed", normed, torch.bfloat16, tuple(hidden.shape), hidden, "hidden")
     for name, tensor, dtype in (
         ("chosen", chosen, torch.int64),

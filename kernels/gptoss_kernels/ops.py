@@ -222,7 +222,6 @@ class Operators(CommonOperators, AttentionOperators, Protocol):
         *,
         swiglu_alpha: float,
         swiglu_limit: float,
-        dispatched: Dispatched | None = None,
     ) -> Mixture: ...
 
     def combine(

@@ -592,13 +592,12 @@ def experts(
     *,
     swiglu_alpha: float,
     swiglu_limit: float,
-    dispatched: Dispatched | None = None,
 ) -> Mixture:
     """sum_k weight_k * (w2 swiglu(w13 x + w13_bias) + w2_bias) of a token's experts, not yet added
 
     x [T, H]; chosen, chosen_weights [T, K]; w13 [E, 2 I, H], gate and up rows interleaved;
     w2 [E, H, I] -> a mixture for [T, H]. Tokens are grouped by expert: each expert hit is read
-    once. An expert of -1 makes its token NaN. `dispatched` is for kernels: see Routed.
+    once. An expert of -1 makes its token NaN.
     """
     num_tokens, num_chosen = chosen.shape
     num_experts, hidden_size, _ = w2.shape
@@ -607,7 +606,6 @@ def experts(
     assert w13.shape == (num_experts, 2 * w2.shape[2], hidden_size)
     assert w13_bias.shape == w13.shape[:2]
     assert w2_bias.shape == w2.shape[:2]
-    assert dispatched is None or dispatched.rows.shape == chosen.shape
     order = chosen.flatten().argsort(stable=True)
     counts = torch.bincount(chosen.flatten() + 1, minlength=num_experts + 1).tolist()
     # Before any output: a kernel that adds these up reads the rows early, see ops.Fp8Operators.

@@ -260,7 +260,7 @@ def select_calls() -> Iterator[Call]:
 def route_calls() -> Iterator[Call]:
     """Whole tiles and parts of one, and more tiles than there are clusters."""
 
-    def error(tokens: int, model: ModelSizes, together: bool, dispatches: bool) -> float:
+    def error(tokens: int, model: ModelSizes, together: bool) -> float:
         signs = torch.randint(2, (tokens, model.hidden)) * 2 - 1
         # Norms of 1 and -1, small whole numbers as weights: exact logits, many of them equal.
         weight = torch.randint(-2, 3, (model.num_experts, model.hidden))
@@ -274,44 +274,26 @@ def route_calls() -> Iterator[Call]:
             torch.full((tokens, chosen), -7, device=DEVICE),
             empty_bf16(tokens, chosen),
         )
-        if dispatches:
-            starts = torch.full((model.num_experts + 1,), -7, dtype=torch.int32, device=DEVICE)
-            rows = torch.full((tokens, chosen), -7, dtype=torch.int32, device=DEVICE)
-            room = Dispatched(*empty_fp8(tokens * chosen, model.hidden), starts, rows)
-            out = out._replace(dispatched=room)
         norm_route(
             *(hidden, norm_weight, 1e-5, router, router_bias, chosen), out=out, together=together
         )
         expected = reference.norm_route(*inputs[:2], 1e-5, inputs[2], bias, chosen)
-        errors = [
+        return max(
             norm_error(out.normed, expected.normed),
             norm_error(out.chosen, expected.chosen),
             norm_error(out.weights, expected.weights),
-        ]
-        if out.dispatched is not None:
-            right = reference.dispatch_fp8(expected.normed, expected.chosen, model.num_experts)
-            errors += [
-                fp8_error(
-                    (out.dispatched.values, out.dispatched.scale), (right.values, right.scale)
-                ),
-                norm_error(out.dispatched.expert_start, right.expert_start),
-                norm_error(out.dispatched.rows, right.rows),
-            ]
-        return max(errors)
+        )
 
     for model in SERVED_MODELS.values():
         experts, chosen = model.num_experts, model.experts_per_token
         tile = RouteTile(model.hidden, experts, chosen)
         layouts = {choose_layout(tokens, model.hidden) for tokens in ROWS}
         norms = tuple(rms_norm_spec(layout, is_fp8=False) for layout in layouts)
-        dispatching = replace(tile, dispatches=True).spec
         for tokens in (*ROWS, 1100):
-            yield Call((tile.spec,), partial(error, tokens, model, True, False))
-        for tokens in (1, 5, 8):
-            yield Call((dispatching,), partial(error, tokens, model, True, True))
+            yield Call((tile.spec,), partial(error, tokens, model, True))
         for tokens in ROWS:
             kernels = (*norms, choice_spec(experts, chosen))
-            yield Call(kernels, partial(error, tokens, model, False, False))
+            yield Call(kernels, partial(error, tokens, model, False))
 
 
 # ---- products ---------------------------------------------------------------------------------

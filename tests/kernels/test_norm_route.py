@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from gptoss_kernels import reference
-from gptoss_kernels.contracts import Routed, empty_dispatched
-from gptoss_kernels.cuda.norm_route import MAXIMUM_DISPATCHED, most_together, norm_route
+from gptoss_kernels.contracts import Routed
+from gptoss_kernels.cuda.norm_route import most_together, norm_route
 
 from .emulator import EmulationError, emulated, replacing
 
@@ -58,28 +58,6 @@ def poisoned(num_tokens: int, columns: int, num_chosen: int, device: str = "cuda
     )
 
 
-def with_dispatch(out: Routed, num_experts: int) -> Routed:
-    """With room for that, poisoned."""
-    room = empty_dispatched(out.normed, out.chosen, num_experts)
-    room.values.view(torch.uint8).fill_(0x7F)
-    room.scale.fill_(math.nan)
-    room.expert_start.fill_(-7)
-    room.rows.fill_(-7)
-    return out._replace(dispatched=room)
-
-
-def dispatched_rightly(out: Routed, num_experts: int) -> bool:
-    """All that dispatch_fp8 gives of these norms and choices, bit for bit."""
-    found = out.dispatched
-    expected = reference.dispatch_fp8(out.normed.cpu(), out.chosen.cpu(), num_experts)
-    assert found is not None
-    # NaN, a token's without experts, is at its place, too.
-    return all(
-        torch.equal(a.cpu().float().nan_to_num(7), b.float().nan_to_num(7))
-        for a, b in zip(found, expected, strict=True)
-    )
-
-
 def agrees(found: Routed, expected: Routed) -> bool:
     """But for the last bit of a weight, whose powers are approximations."""
     off = (found[2].double() - expected[2].double()).abs() > 2**-7 * expected[2].abs()
@@ -89,7 +67,7 @@ def agrees(found: Routed, expected: Routed) -> bool:
 def share_that_is_wrong(found: Routed, inputs: Inputs) -> float:
     """Of the tokens; inf if a norm is more than a rounding off, or a choice than a near tie."""
     hidden, norm_weight, weight, bias = inputs
-    normed, chosen, weights, _ = found
+    normed, chosen, weights = found
     x = hidden.double()
     exact = x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * norm_weight.double()
     if not bool(((normed.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-30).all()):
@@ -122,50 +100,6 @@ def test_emulated(columns: int, num_experts: int, num_chosen: int, together: boo
     with emulated(2, num_multiprocessors=8):
         found = norm_route(*inputs[:2], EPS, *inputs[2:], num_chosen, together=together)
     assert share_that_is_wrong(found, inputs) == 0
-
-
-@pytest.mark.parametrize(("columns", "num_experts", "num_chosen"), MODELS)
-def test_few_tokens_are_dispatched_at_once(columns: int, num_experts: int, num_chosen: int) -> None:
-    for seed, num_tokens in enumerate((1, 3, 8)):
-        hidden, norm_weight, weight, bias = random_inputs(num_tokens, columns, num_experts, "cpu")
-        if num_tokens == 3:
-            hidden[1, 5] = math.nan
-        out = with_dispatch(poisoned(num_tokens, columns, num_chosen, "cpu"), num_experts)
-        with emulated(seed, late=(hidden,)):
-            norm_route(hidden, norm_weight, EPS, weight, bias, num_chosen, out=out, together=True)
-        assert dispatched_rightly(out, num_experts)
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("tile_sync();\n        int rows", "int rows"),  # choices of others that have not come
-        ("tell_choice(shared, chosen_for", "tell_choice(shared, chosen_for ^ 1"),
-        ("max(largest[2], largest[3])", "largest[2]"),
-        ("choices[i] < own)", "choices[i] > own)"),
-        ("expert < 0 ? EXPERTS : expert", "expert < 0 ? 0 : expert"),
-        ("part % 4 == 0", "part % 4 == 3"),  # which the last group may lack
-        ("<< NUMBER_BITS | number", "<< NUMBER_BITS | (255 - number)"),
-    ],
-)
-def test_a_wrong_dispatch_is_seen(old: str, new: str) -> None:
-    inputs = random_inputs(8, 336, 32, "cpu")
-    inputs[0][2, 7] = math.nan
-    seen = False
-    for seed in range(4):
-        out = with_dispatch(poisoned(8, 336, 4, "cpu"), 32)
-
-        # In their room even where choices are none.
-        def change(text: str) -> str:
-            inside = text.replace("rows[k] = row;", "rows[k] = min(row, 31);")
-            return replacing(old, new)(inside)
-
-        with emulated(seed, change=change), suppress(EmulationError):
-            norm_route(*inputs[:2], EPS, *inputs[2:], 4, out=out, together=True)
-            seen |= not dispatched_rightly(out, 32)
-            continue
-        seen = True
-    assert seen
 
 
 def wrong_emulated(old: str, new: str = "") -> bool:
@@ -205,7 +139,7 @@ def test_zeros_of_both_signs_tie_and_a_nan_chooses_nothing() -> None:
     hidden[1, 7] = math.nan
     for together in (True, False):
         with emulated():
-            _, chosen, weights, _ = norm_route(
+            _, chosen, weights = norm_route(
                 hidden, norm_weight, EPS, weight, bias, 4, together=together
             )
         assert chosen.tolist() == [[1, 2, 3, 0], [-1] * 4, [1, 2, 3, 0]]
@@ -233,24 +167,6 @@ def test_routing(
     found = norm_route(*inputs[:2], EPS, *inputs[2:], num_chosen, together=together)
     # One near tie may lie among any number of tokens.
     assert share_that_is_wrong(found, inputs) <= max(SHARE, 1 / num_tokens)
-
-
-@gpu
-@pytest.mark.parametrize(("columns", "num_experts", "num_chosen"), MODELS)
-@pytest.mark.parametrize("num_tokens", range(1, MAXIMUM_DISPATCHED + 1))
-def test_dispatch_of_few_tokens(
-    num_tokens: int, columns: int, num_experts: int, num_chosen: int
-) -> None:
-    for make in (tying_inputs, random_inputs):
-        inputs = make(num_tokens, columns, num_experts)
-        if num_tokens == 5:
-            inputs[0][3, 5] = math.nan
-        out = with_dispatch(poisoned(num_tokens, columns, num_chosen), num_experts)
-        norm_route(*inputs[:2], EPS, *inputs[2:], num_chosen, out=out)
-        assert dispatched_rightly(out, num_experts)
-        asked = norm_route(*inputs[:2], EPS, *inputs[2:], num_chosen, dispatches=True)
-        assert dispatched_rightly(asked, num_experts)
-        assert norm_route(*inputs[:2], EPS, *inputs[2:], num_chosen).dispatched is None
 
 
 @gpu
@@ -286,8 +202,6 @@ def test_captured_graph_is_eager(num_tokens: int) -> None:
     inputs = random_inputs(num_tokens, 2880, 128, seed=1)
     others = random_inputs(num_tokens, 2880, 128, seed=2)
     out = poisoned(num_tokens, 2880, 4)
-    if num_tokens <= MAXIMUM_DISPATCHED:
-        out = with_dispatch(out, 128)
     norm_route(*inputs[:2], EPS, *inputs[2:], 4, out=out)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -297,7 +211,6 @@ def test_captured_graph_is_eager(num_tokens: int) -> None:
         mine.copy_(other)
     graph.replay()
     assert agrees(out, norm_route(*others[:2], EPS, *others[2:], 4))
-    assert out.dispatched is None or dispatched_rightly(out, 128)
 
 
 @gpu
@@ -311,7 +224,7 @@ def test_rows_apart_a_token_with_a_nan_and_nothing_beside_is_written(num_tokens:
     out = poisoned(num_tokens, 2880, 4)._replace(normed=around[1:-1, 16:-16])
     norm_route(hidden, weights[0], EPS, weights[1], inputs[3], 4, out=out)
     others = torch.arange(num_tokens, device="cuda") != 1
-    for found, right in zip(out[:3], expected[:3], strict=True):
+    for found, right in zip(out, expected, strict=True):
         assert torch.equal(found[others], right[others])
     assert bool(out[0][1].isnan().all())
     assert out[1][1].tolist() == [-1] * 4
@@ -323,9 +236,7 @@ def test_rows_apart_a_token_with_a_nan_and_nothing_beside_is_written(num_tokens:
 @gpu
 def test_no_tokens() -> None:
     inputs = random_inputs(0, 320, 16)
-    routed = norm_route(*inputs[:2], EPS, *inputs[2:], 4)
-    assert routed.dispatched is None
-    shapes = [each.shape for each in routed[:3]]
+    shapes = [each.shape for each in norm_route(*inputs[:2], EPS, *inputs[2:], 4)]
     assert shapes == [(0, 320), (0, 4), (0, 4)]
 
 
@@ -363,14 +274,3 @@ def test_one_launch_for_more_than_a_cluster_has_is_refused() -> None:
     sentence = r"one launch routes to up to 128 experts by up to 2880 columns, got \[129, 320\]"
     with emulated(), pytest.raises(ValueError, match=sentence):
         norm_route(*inputs[:2], EPS, *inputs[2:], 4, together=True)
-
-
-def test_one_launch_that_is_to_dispatch_more_than_a_tile_is_refused() -> None:
-    inputs = random_inputs(9, 320, 16, "cpu")
-    out = with_dispatch(poisoned(9, 320, 4, "cpu"), 16)
-    for together, sentence in (
-        (True, "one launch dispatches up to 8 tokens, got 9"),
-        (False, "out must have no room for what is dispatched: one launch alone does that"),
-    ):
-        with emulated(), pytest.raises(ValueError, match=sentence):
-            norm_route(*inputs[:2], EPS, *inputs[2:], 4, out=out, together=together)

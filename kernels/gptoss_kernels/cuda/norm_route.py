@@ -30,7 +30,7 @@ _CHUNK = 32  # columns
 _MAXIMUM_WARPS, _MAXIMUM_CHUNKS = 15, 6
 MAXIMUM_EXPERTS = 8 * _EXPERTS_A_BLOCK  # of one launch, as a cluster has up to 8 blocks
 MAXIMUM_COLUMNS = _MAXIMUM_WARPS * _MAXIMUM_CHUNKS * _CHUNK  # likewise
-_TILE = MAXIMUM_DISPATCHED = 8  # tokens of a cluster at a time
+_TILE = 8  # tokens of a cluster at a time
 _CHOOSING_WARPS = 4
 
 
@@ -44,7 +44,6 @@ def norm_route(
     *,
     out: Routed | None = None,
     together: bool | None = None,
-    dispatches: bool = False,
 ) -> Routed:
     """normed bf16 [T, H], chosen int64 [T, K], weights bf16 [T, K], written to `out` if given.
 
@@ -53,10 +52,8 @@ def norm_route(
     with a NaN among them chooses -1, with weights of NaN. Weights and bias must not be written by
     the kernel launched just before on the same stream: they are read while that one may still run.
     `together`: whether one launch does it, which takes E up to 128 and H up to 2880; as is faster
-    if it is not given. `dispatches`: whether that one, of up to 8 tokens, also does what
-    dispatch_fp8 would; room for it in `out` says so, too. Not by itself, as it was slower when it
-    was timed last (docs/LOG.md). Raises ValueError on anything else, and runtime.CudaError where
-    there is no Hopper GPU.
+    if it is not given. Raises ValueError on anything else, and runtime.CudaError where there is no
+    Hopper GPU.
     """
     if hidden.dim() != 2:  # all else is checked later, once for many calls
         contracts.check_row_matrix("hidden", hidden, hidden)
@@ -65,20 +62,17 @@ def norm_route(
         fits = weight.shape[0] <= MAXIMUM_EXPERTS and hidden.shape[1] <= MAXIMUM_COLUMNS
         together = fits and len(hidden) <= most_together(weight.shape[0])
     if out is None:
-        out = _room(hidden, len(weight), num_chosen, dispatches=dispatches)
+        out = _room(hidden, num_chosen)
     if together and len(hidden):
-        written = (*out[:3], *(out.dispatched or ()))
         launch(
-            ("norm_route", eps, num_chosen, len(written)),
-            (*inputs, *written),
+            ("norm_route", eps, num_chosen),
+            (*inputs, *out),
             lambda: _prepare(num_chosen, eps, inputs, out),
         )
         return out
     # Each time: what PyTorch multiplies is refused in its own words.
     _check(num_chosen, inputs, out)
-    normed, chosen, chosen_weights, dispatched = out
-    if dispatched is not None:
-        raise ValueError("out must have no room for what is dispatched: one launch alone does that")
+    normed, chosen, chosen_weights = out
     if len(hidden):
         rms_norm(hidden, norm_weight, eps, out=normed)
         logits = torch.nn.functional.linear(normed, weight, bias)
@@ -90,15 +84,12 @@ def norm_route(
     return out
 
 
-def _room(hidden: Tensor, num_experts: int, num_chosen: int, *, dispatches: bool) -> Routed:
+def _room(hidden: Tensor, num_chosen: int) -> Routed:
     num_tokens, device = len(hidden), hidden.device
     normed = torch.empty(hidden.shape, dtype=torch.bfloat16, device=device)
     chosen = torch.empty((num_tokens, num_chosen), dtype=torch.int64, device=device)
     weights = torch.empty((num_tokens, num_chosen), dtype=torch.bfloat16, device=device)
-    if not dispatches or not num_tokens:
-        return Routed(normed, chosen, weights)
-    dispatched = contracts.empty_dispatched(normed, chosen, num_experts)
-    return Routed(normed, chosen, weights, dispatched)
+    return Routed(normed, chosen, weights)
 
 
 def most_together(num_experts: int) -> int:
@@ -113,7 +104,6 @@ class RouteTile:
     columns: int
     num_experts: int
     num_chosen: int
-    dispatches: bool = False
 
     @property
     def blocks(self) -> int:
@@ -143,14 +133,12 @@ class RouteTile:
             "BLOCKS": self.blocks,
             "WARPS": self.warps,
             "CHUNKS": self.chunks,
-            "DISPATCHES": int(self.dispatches),
         }
         return runtime.KernelSpec(
             "norm_route",
             files=("mma.cuh", "choice.cuh", "norm_route.cu"),
             defines=tuple(defines.items()),
-            variant=f"H={self.columns} E={self.num_experts} K={self.num_chosen}"
-            + " dispatches" * self.dispatches,
+            variant=f"H={self.columns} E={self.num_experts} K={self.num_chosen}",
         )
 
 
@@ -177,9 +165,6 @@ class _Arguments(ctypes.Structure):
         ("num_tokens", ctypes.c_int),
         *((name, ctypes.c_longlong) for name in ("hidden_stride", "normed_stride")),
         ("eps", ctypes.c_float),
-        # Only with dispatches.
-        *((name, ctypes.c_void_p) for name in ("values", "scale", "expert_start", "rows")),
-        *((name, ctypes.c_longlong) for name in ("values_stride", "scale_stride")),
     )
 
 
@@ -196,8 +181,6 @@ def _check(num_chosen: int, inputs: tuple[Tensor, Tensor, Tensor, Tensor], out: 
     check_columns("hidden", hidden)
     check_num_chosen(num_chosen)
     contracts.check_routed(out, hidden, num_chosen)
-    if out.dispatched is not None:
-        contracts.check_dispatched(out.dispatched, out.normed, out.chosen, len(weight))
     contracts.check_gpu(hidden, "hidden")
 
 
@@ -211,18 +194,7 @@ def _prepare(
             f"one launch routes to up to {MAXIMUM_EXPERTS} experts by up to {MAXIMUM_COLUMNS} "
             f"columns, got {list(weight.shape)}"
         )
-    dispatched: tuple[int | None, ...] = (None,) * 4 + (0, 0)
-    if out.dispatched is not None:
-        if len(hidden) > MAXIMUM_DISPATCHED:
-            raise ValueError(
-                f"one launch dispatches up to {MAXIMUM_DISPATCHED} tokens, got {len(hidden)}"
-            )
-        pointers = (tensor.data_ptr() for tensor in out.dispatched)
-        dispatched = (
-            *pointers,
-            *(out.dispatched.values.stride(0), out.dispatched.scale.stride(1)),
-        )
-    tile = RouteTile(hidden.shape[1], len(weight), num_chosen, out.dispatched is not None)
+    tile = RouteTile(hidden.shape[1], len(weight), num_chosen)
     device = hidden.device.index
     num_blocks = torch.cuda.get_device_properties(device).multi_processor_count
     return runtime.Launch(
@@ -231,9 +203,8 @@ def _prepare(
         threads=32 * tile.warps,
         arguments=(
             _Arguments(
-                *(tensor.data_ptr() for tensor in (*inputs, *out[:3])),
+                *(tensor.data_ptr() for tensor in (*inputs, *out)),
                 *(len(hidden), hidden.stride(0), out.normed.stride(0), eps),
-                *dispatched,
             ),
         ),
     )
