@@ -35,6 +35,8 @@ class EngineConfig:
     weights: of the experts. "fp8" makes them from MXFP4 without loss, "mxfp4" keeps them as they
         are and computes the same; both hold the attention's weights in FP8. "bf16" widens all to
         dtype. "auto" is fp8 for a converted checkpoint and bf16 for any other.
+    lm_head: the unembedding where weights are not bf16: "fp8" makes it FP8, "bf16" keeps it in, or
+        widens it to, dtype; "auto" is as the checkpoint holds it.
     gemm: whose kernels multiply FP8 weights: "cuda" (ours, for Hopper), "triton" (ours, in
         Triton-lang), "deepgemm" (that library's) or "reference" (plain PyTorch, anywhere). "auto"
         is cuda on a Hopper GPU and reference elsewhere.
@@ -68,6 +70,7 @@ class EngineConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     weights: Literal["auto", "fp8", "mxfp4", "bf16"] = "auto"
+    lm_head: Literal["auto", "bf16", "fp8"] = "auto"
     kv_cache: Literal["bf16", "fp8"] = "bf16"
     attention: Literal["auto", "cuda", "triton", "flashinfer", "reference"] = "auto"
     gemm: Literal["auto", "cuda", "triton", "deepgemm", "reference"] = "auto"

@@ -21,6 +21,7 @@ from gptoss_engine.checkpoints.random_checkpoint import RandomCheckpoint
 from gptoss_engine.checkpoints.tensor_source import (
     EXPERTS,
     Form,
+    LmHead,
     Mxfp4Blocks,
     Stored,
     TensorSource,
@@ -57,6 +58,7 @@ def load_weights(
     device: torch.device,
     rank: Rank = Rank(),  # noqa: B008
     beside: Mapping[str, int] = MappingProxyType({}),
+    lm_head: LmHead = "auto",
 ) -> Weights:
     """Reads the rank's part of every tensor into its place: no second copy of the model.
 
@@ -64,11 +66,11 @@ def load_weights(
     weights for a GPU are made on it, and are other ones than a CPU's: see generated.py.
 
     dtype: of dense weights and their biases. beside: what else has to fit into the memory, in
-    bytes by what it is. Raises InvalidConfig where the source has no such weights, the memory is
-    too small or the ranks do not divide the model; blocks that FP8 cannot hold exactly are counted
-    in a warning. Raises InvalidCheckpoint at a damaged tensor.
+    bytes by what it is. lm_head: the unembedding's form. Raises InvalidConfig where the source has
+    no such weights, the memory is too small or the ranks do not divide the model; blocks that FP8
+    cannot hold exactly are counted in a warning. Raises InvalidCheckpoint at a damaged tensor.
     """
-    plan = _Plan(source, mode, dtype, rank)
+    plan = _Plan(source, mode, dtype, rank, lm_head)
     plan.check_memory(device, beside)
     started = time.monotonic()
     weights = plan.allocate(device)
@@ -108,13 +110,19 @@ class _Plan:
     """Which tensors a rank will hold, in which form, and what has to be read for them."""
 
     def __init__(
-        self, source: TensorSource, mode: WeightMode, dtype: torch.dtype, rank: Rank
+        self,
+        source: TensorSource,
+        mode: WeightMode,
+        dtype: torch.dtype,
+        rank: Rank,
+        lm_head: LmHead,
     ) -> None:
         self._source = source
         self._mode: WeightMode = mode
         self._dtype = dtype
         self._rank = rank
-        self._forms = {name: _form(source, mode, name) for name in source.shapes}
+        self._lm_head: LmHead = lm_head
+        self._forms = {name: _form(source, mode, lm_head, name) for name in source.shapes}
         self._parts = {name: shards.part(source.config, name, rank) for name in source.shapes}
         for name, part in self._parts.items():
             if self._forms[name] == "fp8":
@@ -142,7 +150,7 @@ class _Plan:
         for mode in ("fp8", "mxfp4"):
             is_stored = mode != "mxfp4" or self._source.form("layers.0.w13") == "mxfp4"
             if mode != self._mode and is_stored:
-                plan = _Plan(self._source, mode, self._dtype, self._rank)
+                plan = _Plan(self._source, mode, self._dtype, self._rank, self._lm_head)
                 size = plan.allocate(torch.device("meta")).num_bytes
                 others.append(f"{decimal(size)} with weights {mode}")
         others_take = "".join(f", {name} {decimal(size)}" for name, size in beside.items())
@@ -213,13 +221,25 @@ class _Plan:
         return empty(shape, dtype=self._dtype)
 
 
-def check_mode(source: TensorSource, mode: WeightMode) -> None:
+def check_mode(source: TensorSource, mode: WeightMode, lm_head: LmHead = "auto") -> None:
     """Raises InvalidConfig where the source has no weights of this mode."""
     for name in source.shapes:
-        _form(source, mode, name)
+        _form(source, mode, lm_head, name)
 
 
-def _form(source: TensorSource, mode: WeightMode, name: str) -> Form:
+def unembedding_form(source: TensorSource, mode: WeightMode, lm_head: LmHead) -> Form:
+    """How the engine holds it. Raises InvalidConfig where it is to be FP8 beside wide weights."""
+    if lm_head == "fp8":
+        if mode == "bf16":
+            raise InvalidConfig(
+                "lm_head fp8 needs weights fp8 or mxfp4, and those are bf16, which widens all: "
+                "choose weights, or leave lm_head auto"
+            )
+        return "fp8"
+    return source.form("unembedding") if lm_head == "auto" and mode != "bf16" else "dense"
+
+
+def _form(source: TensorSource, mode: WeightMode, lm_head: LmHead, name: str) -> Form:
     """How the engine holds a tensor."""
     field, stored = name.split(".")[-1], source.form(name)
     if field in EXPERTS and mode == "mxfp4" and stored != "mxfp4":
@@ -228,11 +248,13 @@ def _form(source: TensorSource, mode: WeightMode, name: str) -> Form:
             f"weights mxfp4 needs a checkpoint whose experts are stored in MXFP4, and those of "
             f"{source.label} are {layout}: take the published folder, or weights fp8"
         )
-    if mode == "bf16" or field not in (*EXPERTS, "qkv", "out", "unembedding"):
+    if field == "unembedding":
+        return unembedding_form(source, mode, lm_head)
+    if mode == "bf16" or field not in (*EXPERTS, "qkv", "out"):
         return "dense"
     if field in EXPERTS:
         return mode
-    if field == "unembedding" or source.form(name.replace(field, "w13")) == "fp8":
+    if source.form(name.replace(field, "w13")) == "fp8":
         return stored  # as `gptoss convert` was told
     return "fp8"
 

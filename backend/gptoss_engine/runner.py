@@ -17,7 +17,7 @@ from gptoss_engine.device_steps import DeviceSteps, Launched
 from gptoss_engine.devices import choose_device
 from gptoss_engine.graphs import CudaCapture
 from gptoss_engine.kv_cache import KVCache, PageCounts, max_model_len
-from gptoss_engine.loading import load_weights
+from gptoss_engine.loading import check_mode, load_weights
 from gptoss_engine.model import GptOss, rope_table
 from gptoss_engine.model_config import ModelConfig
 from gptoss_engine.sampler import Sampler
@@ -140,6 +140,7 @@ def load_runner(config: EngineConfig, *, instrument: Instrument | None = None) -
     # Refused before minutes of loading weights.
     load_operators(config, device, dtype, source.config)
     mode = choose_weight_mode(config, source)
+    check_mode(source, mode, config.lm_head)
     choose_graphs(config, device, dtype, mode)
     cache_dtype = choose_cache_dtype(config, dtype)
 
@@ -148,14 +149,14 @@ def load_runner(config: EngineConfig, *, instrument: Instrument | None = None) -
         runner.warm_up()
         return runner
 
+    load = partial(load_weights, source, mode, dtype, device, lm_head=config.lm_head)
     if device.type == "cuda":
-        beside = beside_weights(config, source.config, cache_dtype, device)
-        weights = load_weights(source, mode, dtype, device, beside=beside)
+        weights = load(beside=beside_weights(config, source.config, cache_dtype, device))
         build = partial(built, weights)
         runner = fitted(build, config, source.config, cache_dtype, device, weights.num_bytes)
     else:
         pages = PageCounts.derive(config, source.config, cache_dtype)
-        runner = built(load_weights(source, mode, dtype, device), pages)
+        runner = built(load(), pages)
     log.info(
         "loaded %s on %s, weights %s, KV cache %s, all else %s, in %.1f s: %d pages for full "
         "layers, %d for window layers",

@@ -44,6 +44,7 @@ def test_strings_as_config_pbtxt_has_them_and_typed_values_are_the_same() -> Non
         ({"device": "tpu"}, "device must be one of auto, cpu, cuda, got 'tpu'"),
         ({"model": 5}, "model must be text, got 5"),
         ({"weights": "fp4"}, "weights must be one of auto, fp8, mxfp4, bf16, got 'fp4'"),
+        ({"lm_head": "mxfp4"}, "lm_head must be one of auto, bf16, fp8, got 'mxfp4'"),
         ({"random_weights": "huge"}, "random_weights must be one of 20b, 120b, tiny, got 'huge'"),
         (
             {"random_weights": "20b", "model": "/models/gpt-oss-20b"},

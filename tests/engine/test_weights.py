@@ -2,6 +2,7 @@
 
 import logging
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ from torch import Tensor
 
 from gptoss_engine import loading
 from gptoss_engine.checkpoints.checkpoint import Checkpoint, InvalidCheckpoint
-from gptoss_engine.checkpoints.convert import convert
-from gptoss_engine.checkpoints.tensor_source import EXPERTS, Form, Mxfp4Blocks, WeightMode
+from gptoss_engine.checkpoints.convert import Options, convert
+from gptoss_engine.checkpoints.tensor_source import EXPERTS, Form, LmHead, Mxfp4Blocks, WeightMode
 from gptoss_engine.config import InvalidConfig
 from gptoss_engine.loading import load_weights
 from gptoss_engine.shards import Rank
@@ -126,6 +127,46 @@ def test_fp8_made_while_loading_is_what_convert_makes(folders: dict[str, Path], 
         convert(Checkpoint(folders[layout]), tmp_path / layout)
         converted, made = load(tmp_path / layout, "fp8"), load(folders[layout], "fp8")
         assert [name for name in made if not is_equal(made[name], converted[name])] == []
+
+
+@pytest.mark.parametrize("mode", ["fp8", "mxfp4"])
+def test_the_unembedding_is_fp8_by_choice(
+    folders: dict[str, Path], tmp_path: Path, mode: WeightMode
+):
+    published = Checkpoint(folders["huggingface"])
+    chosen, wide = (
+        dict(load_weights(published, mode, torch.float32, CPU, lm_head=lm_head).named())
+        for lm_head in ("fp8", "bf16")
+    )
+    assert is_equal(chosen["unembedding"], quantise_weight(published_unembedding()))
+    others = load(folders["huggingface"], mode)
+    assert [name for name in others if not is_equal(wide[name], others[name])] == []
+    differing = [name for name in others if not is_equal(chosen[name], others[name])]
+    assert differing == ["unembedding"]
+    # As `gptoss convert --lm-head fp8` makes it; from there it can be widened.
+    convert(published, tmp_path / "fp8", Options(lm_head="fp8"))
+    assert is_equal(load(tmp_path / "fp8", "fp8")["unembedding"], chosen["unembedding"])
+    converted = Checkpoint(tmp_path / "fp8")
+    widened = load_weights(converted, "fp8", torch.float32, CPU, lm_head="bf16").unembedding
+    assert isinstance(widened, Tensor)
+    assert isinstance(chosen["unembedding"], Fp8Weight)
+    assert torch.equal(widened, in_float64(chosen["unembedding"]).float())
+    assert not torch.equal(widened, published_unembedding())
+
+
+def published_unembedding() -> Tensor:
+    return original_tensors(SIZE, seed=0)["unembedding.weight"].float()
+
+
+def test_an_fp8_unembedding_beside_wide_weights_is_refused(folders: dict[str, Path]):
+    sentence = "lm_head fp8 needs weights fp8 or mxfp4, and those are bf16, which widens all"
+    for layout in ("huggingface", "fp8"):
+        source = Checkpoint(folders[layout])
+        with pytest.raises(InvalidConfig, match=sentence):
+            load_weights(source, "bf16", torch.float32, CPU, lm_head="fp8")
+        with pytest.raises(InvalidConfig, match=sentence):
+            loading.check_mode(source, "bf16", "fp8")
+        loading.check_mode(source, "bf16", "bf16")
 
 
 @pytest.mark.parametrize("layout", ["huggingface", "original"])
@@ -306,13 +347,15 @@ def test_rows_read_a_few_at_a_time_are_the_same(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["bf16", "fp8", "mxfp4"])
-def test_a_gpu_holds_what_a_cpu_does(mode: WeightMode):
+@pytest.mark.parametrize(
+    ("mode", "lm_head"), [("bf16", "auto"), ("fp8", "auto"), ("fp8", "fp8"), ("mxfp4", "auto")]
+)
+def test_a_gpu_holds_what_a_cpu_does(mode: WeightMode, lm_head: LmHead):
     """Converted on the device: several threads, one stream."""
     made = MemorySource(model_config(num_experts=4))
     for rank in (Rank(), Rank(3, 8)):
-        on_cpu = dict(load_weights(made, mode, torch.bfloat16, CPU, rank).named())
-        on_gpu = load_weights(made, mode, torch.bfloat16, torch.device("cuda"), rank)
+        load = partial(load_weights, made, mode, torch.bfloat16, rank=rank, lm_head=lm_head)
+        on_cpu, on_gpu = dict(load(device=CPU).named()), load(device=torch.device("cuda"))
         for name, weight in on_gpu.named():
             parts = tensors(weight)
             assert all(tensor.is_cuda for tensor in parts)

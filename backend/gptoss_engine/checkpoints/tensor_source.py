@@ -16,6 +16,7 @@ from gptoss_kernels import fp8, mxfp4
 from gptoss_kernels.ops import Fp8Weight, Mxfp4Weight
 
 WeightMode = Literal["bf16", "fp8", "mxfp4"]
+LmHead = Literal["auto", "bf16", "fp8"]  # of the unembedding: EngineConfig.lm_head
 Form = Literal["dense", "fp8", "mxfp4"]
 
 EXPERTS = ("w13", "w2")  # one matrix an expert: read one at a time

@@ -34,6 +34,15 @@ def test_fp8_reads_more_of_the_experts_and_less_of_the_cache() -> None:
         assert fp8[name] == pytest.approx(mxfp4[name] / 2)
 
 
+def test_an_unembedding_in_fp8_takes_half_the_time() -> None:
+    for batch in (1, 100_000):  # to read, and to multiply
+        bf16, fp8 = (
+            floors(LARGE, Work(batch, 1, 8192, "fp8", "bf16", lm_head))["unembedding"].ms
+            for lm_head in ("bf16", "fp8")
+        )
+        assert fp8 == pytest.approx(bf16 / 2, rel=0.1)
+
+
 def test_what_bounds_an_operator() -> None:
     decode = floors(LARGE, Work(32, 1, 8192, "fp8", "bf16"))
     prefill = floors(LARGE, Work(1, 32768, 32768, "fp8", "bf16"))
@@ -53,10 +62,10 @@ def test_seen_keys_are_counted(new: int, context: int, window: int | None) -> No
     assert work.held(window) == len(set().union(*seen))
 
 
-def test_a_table_from_shapes_alone(gptoss: Run) -> None:
-    done = gptoss(
-        "bench", "floors", "120b", "--weights", "mxfp4", "--batches", "32", "--lengths", "8192"
-    )
+@pytest.mark.parametrize("lm_head", ["bf16", "fp8"])
+def test_a_table_from_shapes_alone(gptoss: Run, lm_head: str) -> None:
+    flags = ("--weights", "mxfp4", "--lm-head", lm_head, "--batches", "32", "--lengths", "8192")
+    done = gptoss("bench", "floors", "120b", *flags)
     assert done.code == 0, done.err
     rows = [
         [cell.strip() for cell in row.strip("│").split("│")]
@@ -64,8 +73,9 @@ def test_a_table_from_shapes_alone(gptoss: Run) -> None:
         if row.startswith("│")
     ]
     assert [row[0] for row in rows] == [*floors(LARGE, Work(1, 1, 1, "fp8", "bf16")), "all"]
-    decode, prefill = (Work(32, 1, 8192, "mxfp4", "bf16"), Work(1, 8192, 8192, "mxfp4", "bf16"))
-    assert rows[-1][1:] == [f"{floor_ms(LARGE, work):.3f}" for work in (decode, prefill)]
+    forms = ("mxfp4", "bf16", lm_head)
+    works = (Work(32, 1, 8192, *forms), Work(1, 8192, 8192, *forms))
+    assert rows[-1][1:] == [f"{floor_ms(LARGE, work):.3f}" for work in works]
     assert rows[0][1].endswith("m")
     assert rows[0][2].endswith("a")
 

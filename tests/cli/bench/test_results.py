@@ -27,6 +27,17 @@ def test_a_line_is_in_the_file_before_the_next_cell(
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize(
+    ("lm_head", "weights"), [("auto", "fp8"), ("bf16", "fp8"), ("fp8", "fp8, lm_head fp8")]
+)
+def test_lines_say_what_of_the_unembedding_is_fp8(lm_head: str, weights: str) -> None:
+    given = {"random_weights": "tiny", "weights": "fp8", "lm_head": lm_head}
+    report = Report(EngineConfig.from_mapping(given), None)
+    assert report.add("decode", batch=1, ms=2.0)["weights"] == weights
+    assert report.weights == "fp8"
+    assert report.lm_head == ("fp8" if "lm_head" in weights else "bf16")
+
+
 def test_without_a_file_lines_are_printed_last(capsys: pytest.CaptureFixture[str]) -> None:
     report = Report(EngineConfig(), None)
     report.add("decode", batch=1, ms=2.0)

@@ -196,7 +196,7 @@ def _add(
         say(f"decode of {batch} at {context}: {reason}")
         return
     seconds = percentile(cell.times, 0.5)
-    work = Work(batch, 1, round(cell.mean_context), report.weights, engine.config.kv_cache)
+    work = _work(report, engine, batch, cell)
     floor = floor_ms(engine.runner.model_config, work)
     gpus = engine.config.tp * engine.config.dp
     report.add(
@@ -216,6 +216,11 @@ def _add(
     say(f"decode of {batch} at {context}: {1e3 * seconds:.3f} ms")
 
 
+def _work(report: Report, engine: "Engine", batch: int, cell: _Cell) -> Work:
+    context, kv = round(cell.mean_context), engine.config.kv_cache
+    return Work(batch, 1, context, report.weights, kv, report.lm_head)
+
+
 def _profile(sequences: _Sequences, report: Report, batch: int, cell: _Cell, folder: Path) -> None:
     from gptoss_backend.cli.bench.profiles import print_profile, profiled
 
@@ -225,9 +230,7 @@ def _profile(sequences: _Sequences, report: Report, batch: int, cell: _Cell, fol
 
     name = f"decode-{batch}x{sequences.context}"
     profile = profiled(run, folder / f"{name}.json", num_steps=_PROFILED_STEPS)
-    work = Work(
-        batch, 1, round(cell.mean_context), report.weights, sequences.engine.config.kv_cache
-    )
+    work = _work(report, sequences.engine, batch, cell)
     print_profile(
         f"decode of {batch} at {sequences.context}, "
         f"{1e3 * percentile(cell.times, 0.5):.3f} ms unprofiled",

@@ -31,7 +31,7 @@ WEIGHT_FLOPS: Mapping[str, float] = MappingProxyType(
 class Work:
     """`batch` sequences, each with `new` tokens to compute, after which it is `context` long.
 
-    weights: fp8, mxfp4 or bf16; kv: bf16 or fp8.
+    weights: fp8, mxfp4 or bf16; kv and lm_head: bf16 or fp8.
     """
 
     batch: int
@@ -39,6 +39,7 @@ class Work:
     context: int
     weights: str
     kv: str
+    lm_head: str = "bf16"
 
     @property
     def num_tokens(self) -> int:
@@ -97,7 +98,8 @@ def floors(model: ModelConfig, work: Work) -> dict[str, Floor]:
             2 * experts_computed * one_expert / flops,
         ),
         "unembedding": Floor(
-            2 * unembedding / READ_BYTES, 2 * work.batch * unembedding / BF16_FLOPS
+            unembedding * DENSE_BYTES[work.lm_head] / READ_BYTES,
+            2 * work.batch * unembedding / WEIGHT_FLOPS[work.lm_head],
         ),
     }
 

@@ -78,7 +78,7 @@ def ops(
             _decode(engine, requests, timer, batch, seen)
         else:
             _prefill(engine, requests, timer, seen)
-        work = Work(batch, new, seen, report.weights, config.kv_cache)
+        work = Work(batch, new, seen, report.weights, config.kv_cache, report.lm_head)
         _add(report, engine.runner.model_config, timer, work)
         say(f"operators of {batch} x {new} at {seen}: done")
     show(report.lines)

@@ -103,7 +103,8 @@ def _measure(
 
 
 def _work(report: Report, engine: "Engine", batch: int, length: int) -> Work:
-    return Work(batch, length, length, report.weights, engine.config.kv_cache)
+    kv = engine.config.kv_cache
+    return Work(batch, length, length, report.weights, kv, report.lm_head)
 
 
 def _add(

@@ -36,7 +36,7 @@ _OPERATORS = tuple(
         (r"sampl|logprob|softmax|topk|top_k|sort|argmax", "sampling"),
         (r"embedding", "embedding"),
         (r"linear_fp8|deepgemm|deep_gemm|fp8_gemm", "qkv and output"),
-        (r"gemm|gemv|nvjet|cutlass|splitk|cublas", "products in bf16"),
+        (r"gemm|gemv|nvjet|cutlass|splitk|cublas|^linear$", "products in bf16"),
     )
 )
 # The floors of a row.

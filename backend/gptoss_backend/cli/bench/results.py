@@ -30,15 +30,20 @@ class Report:
     """
 
     def __init__(self, config: EngineConfig, output: Path | None) -> None:
+        from gptoss_engine.loading import unembedding_form
         from gptoss_engine.runner import choose_weight_mode, open_source
 
         if output is not None:
             check_writable(output)
         self._output = output
+        source = open_source(config)
+        self.weights = choose_weight_mode(config, source)
+        form = unembedding_form(source, self.weights, config.lm_head)
+        self.lm_head = "fp8" if form == "fp8" else "bf16"
         self._common = {
             "model": config.random_weights or model_name(config),
             "random_weights": bool(config.random_weights),
-            "weights": choose_weight_mode(config, open_source(config)),
+            "weights": self.weights + ", lm_head fp8" * (self.lm_head == "fp8"),
             "kv": config.kv_cache,
             **{name: getattr(config, name) for name in ("tp", "ep", "dp")},
         }
@@ -48,10 +53,6 @@ class Report:
     @property
     def model(self) -> str:
         return self._common["model"]
-
-    @property
-    def weights(self) -> str:
-        return self._common["weights"]
 
     @property
     def has_floors(self) -> bool:
