@@ -54,7 +54,7 @@ class GptOss:
             due = None
         hidden, update = ops.embedding(batch.input_ids, self.weights.embedding), None
         for index, layer in enumerate(self.weights.layers):
-            query = self._query(hidden, update, index, layer, batch, cache, ops)
+            query, hidden = self._query(hidden, update, index, layer, batch, cache, ops)
             if due is not None and layer is self.weights.layers[-1]:
                 batch, hidden, query = _of_rows(due, batch, hidden, query, ops)
             hidden = self._attention(query, hidden, index, layer, batch, cache, ops)
@@ -64,7 +64,8 @@ class GptOss:
     def logits(self, hidden: Tensor, ops: Operators) -> Tensor:
         """[S, H] -> [S, V]"""
         weights, eps = self.weights, self.config.rms_norm_eps
-        return ops.norm_linear(hidden, weights.norm, eps, weights.unembedding)
+        logits, _ = ops.norm_linear(hidden, weights.norm, eps, weights.unembedding)
+        return logits
 
     def _query(
         self,
@@ -75,10 +76,10 @@ class GptOss:
         batch: Inputs,
         cache: KVCache,
         ops: Operators,
-    ) -> Tensor:
-        """[T, N, D]; adds the update to hidden, in place, and stores keys and values."""
+    ) -> tuple[Tensor, Tensor]:
+        """[T, N, D], and hidden + update; stores keys and values."""
         group = self._group(index, batch)
-        qkv = ops.norm_linear(
+        qkv, hidden = ops.norm_linear(
             hidden,
             layer.attention_norm,
             self.config.rms_norm_eps,
@@ -86,7 +87,7 @@ class GptOss:
             layer.qkv_bias,
             update=update,
         )
-        return ops.rope_and_cache_write(
+        query = ops.rope_and_cache_write(
             qkv,
             batch.positions,
             self.rope_table,
@@ -94,6 +95,7 @@ class GptOss:
             cache.values[index],
             group.slot_mapping,
         )
+        return query, hidden
 
     def _attention(
         self,

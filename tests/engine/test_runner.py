@@ -585,7 +585,7 @@ class Beside:
             residual: Tensor | None = None,
             update: Mixture | None = None,
             **options: Any,
-        ) -> Tensor | Mixture:
+        ) -> Tensor | Mixture | tuple[Tensor, Tensor]:
             if update is not None:
                 arguments[0].copy_(self._reference.combine(*update, residual=arguments[0]))
             right = expected(*arguments, **options)
@@ -597,8 +597,11 @@ class Beside:
 
         return both
 
-    def _added(self, found: Tensor | Mixture) -> Tensor:
-        return self._reference.combine(*found) if isinstance(found, Mixture) else found
+    def _added(self, found: Tensor | Mixture | tuple[Tensor, Tensor]) -> Tensor:
+        """As it goes into the model: of norm_linear, the product."""
+        if isinstance(found, Tensor):
+            return found
+        return self._reference.combine(*found) if isinstance(found, Mixture) else found[0]
 
 
 class OtherExpertsBias:

@@ -243,10 +243,10 @@ def test_up_to_8_rows_blocks_share_a_multiprocessor(num_blocks: int) -> None:
     assert choose_few_tile(8, 5120, 2880, 1000) == FewTile(2880, 8)
 
 
-def test_more_rows_have_equal_ranges_of_the_weight_while_they_are_short() -> None:
+def test_more_rows_take_32_of_the_weight_a_block_where_that_is_one_round() -> None:
     for m in (9, MAXIMUM_ROWS):
-        assert choose_few_tile(m, 2880, 4096, 132) == FewTile(4096, 24, tokens=16)
-        assert choose_few_tile(m, 2880, 4096, 114) == FewTile(4096, 32, tokens=16)
+        for num_blocks in (132, 114):
+            assert choose_few_tile(m, 2880, 4096, num_blocks) == FewTile(4096, 32, tokens=16)
         assert choose_few_tile(m, 2880, 4096, 78) is None
         assert choose_few_tile(m, 5120, 2880, 132) is None
 
