@@ -414,6 +414,26 @@ def test_random_weights_take_the_place_of_a_model():
     assert len(set(outputs(made))) == 2
 
 
+def test_the_unembedding_of_random_weights_is_fp8_by_choice():
+    config = EngineConfig(random_weights="tiny", device="cpu", weights="fp8", dtype="bfloat16")
+    config = replace(config, max_model_len=64, max_num_seqs=2, max_num_batched_tokens=64)
+    hidden, made = torch.randn(3, 320).bfloat16(), {}
+    for lm_head in ("auto", "fp8"):
+        runner = load_runner(replace(config, lm_head=lm_head))
+        is_fp8 = isinstance(runner._model.weights.unembedding, Fp8Weight)
+        assert is_fp8 == (lm_head == "fp8")
+        made[lm_head] = runner._model.logits(hidden, runner._ops).double()
+    assert 1e-3 < norm_error(made["fp8"], made["auto"]) < 5e-2
+
+
+def test_an_fp8_unembedding_beside_wide_weights_is_refused_before_they_are_loaded(
+    tiny_checkpoint: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delattr("gptoss_engine.runner.load_weights")
+    with pytest.raises(InvalidConfig, match="lm_head fp8 needs weights fp8 or mxfp4, and those"):
+        tiny_runner(tiny_checkpoint.original, lm_head="fp8")
+
+
 def test_what_cannot_be_loaded_is_a_sentence(tiny_checkpoint: TinyCheckpoint, tmp_path: Path):
     with pytest.raises(InvalidCheckpoint, match="nowhere does not exist"):
         load_runner(EngineConfig(model=str(tmp_path / "nowhere")))

@@ -18,7 +18,10 @@ from gptoss_engine.config import (
 )
 
 _PANEL = "Engine configuration (flags win over --config)"
-_MEANINGS = {"gemm": "Whose kernels multiply FP8 weights."}
+_MEANINGS = {
+    "gemm": "Whose kernels multiply FP8 weights.",
+    "lm_head": "The unembedding, where weights are fp8 or mxfp4.",
+}
 _GPU_DEFAULTS = {
     "max_num_seqs": GPU_MAX_NUM_SEQS,
     "max_num_batched_tokens": GPU_MAX_NUM_BATCHED_TOKENS,
