@@ -5,6 +5,7 @@ The fake is called as the real one is, by the C conventions, and reads what lies
 
 import ctypes
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from gptoss_kernels import contracts
 from gptoss_kernels.cuda import runtime
 from gptoss_kernels.cuda.compiler import Cubin, CudaError
+from gptoss_kernels.cuda.quantise import quantise
 
 CUBIN = Cubin(b"image", 0, 0, 0, 0, warnings=())
 
@@ -27,10 +30,15 @@ class Driver:
     """libcuda.so.1 as far as it is used; `launched` has (stream, grid, threads, first argument)."""
 
     def __init__(
-        self, version: int = 13000, launch_status: int = 0, encode_status: int = 0
+        self,
+        version: int = 13000,
+        launch_status: int = 0,
+        encode_status: int = 0,
+        context: int = 5,
     ) -> None:
         self.launched: list[tuple[int, int, int, int]] = []
         self.encoded: list[tuple[int, ...]] = []
+        self.context = context  # of the thread
         self.launch_status = launch_status
         self.encode_status = encode_status
         pointer, number = ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)
@@ -46,6 +54,7 @@ class Driver:
             lambda status, target: write(target, words), ctypes.c_int, text
         )
         self.cuLaunchKernelEx = function(self.launch, pointer, pointer, pointer, pointer)
+        self.cuCtxSetCurrent = function(self.enter, pointer)
         number = ctypes.c_int
         self.cuTensorMapEncodeTiled = function(
             self.encode, *(pointer, number, ctypes.c_uint32), *[pointer] * 5, *[number] * 4
@@ -67,7 +76,13 @@ class Driver:
         )
         return self.encode_status
 
+    def enter(self, context: int) -> int:
+        self.context = context
+        return 0
+
     def launch(self, config: int, kernel: int, arguments: int, extra: int | None) -> int:
+        if self.context != 5:
+            return 201
         found = runtime._LaunchConfig.from_address(config)
         first = ctypes.c_void_p.from_address(arguments).value
         assert first is not None
@@ -242,7 +257,10 @@ class Operator:
 
     def __init__(self, driver: Driver) -> None:
         self.kernel: Any = SimpleNamespace(
-            _library=driver, function=ctypes.c_void_p(1), shared_bytes=0
+            _library=driver,
+            function=ctypes.c_void_p(1),
+            context=ctypes.c_void_p(5),
+            shared_bytes=0,
         )
         self.prepared = 0
 
@@ -403,3 +421,30 @@ def test_a_failed_launch_says_why(install, current: SimpleNamespace) -> None:
     operator = Operator(install(Driver(launch_status=700)))
     with pytest.raises(CudaError, match=r"could not launch a kernel: an illegal memory .* \(700\)"):
         operator(torch.zeros(8, 8))
+
+
+def test_a_thread_that_has_no_context_enters_the_kernels(install, current) -> None:
+    driver = install(Driver(context=0))
+    operator = Operator(driver)
+    for _ in range(2):
+        operator(torch.zeros(8, 8))
+    assert (driver.context, len(driver.launched)) == (5, 2)
+
+
+def test_a_context_that_is_none_of_the_kernels_is_not_entered_twice(install, current) -> None:
+    operator = Operator(install(Driver(context=0)))
+    operator.kernel.context = ctypes.c_void_p(6)
+    with pytest.raises(CudaError, match=r"could not launch a kernel: .* \(201\)"):
+        operator(torch.zeros(8, 8))
+
+
+@pytest.mark.gpu
+def test_a_new_thread_may_launch() -> None:
+    x = torch.randn(3, 256, device="cuda", dtype=torch.bfloat16)
+    expected = quantise(x)[0]
+    out = contracts.empty_quantised(3, 256, x.device)
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor() as pool:
+        pool.submit(quantise, x, out=out).result()
+    torch.cuda.synchronize()
+    assert torch.equal(out[0].view(torch.uint8), expected.view(torch.uint8))

@@ -49,6 +49,7 @@ MINIMUM_DRIVER = (13, 0)
 _SHARED_BYTES_ATTRIBUTE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _WIDE_CLUSTERS_ATTRIBUTE = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 _DEPENDENT_LAUNCH = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _TYPES = {torch.float8_e4m3fn: 0, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
 _SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # CUtensorMapSwizzle, by bytes
 _PROMOTE_256_BYTES = 3  # CU_TENSOR_MAP_L2_PROMOTION_L2_256B
@@ -190,9 +191,11 @@ class Kernel:
         self._library = _driver()
         module = ctypes.c_void_p()
         self.function = ctypes.c_void_p()
+        self.context = ctypes.c_void_p()
         self.shared_bytes = shared_bytes
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # creates the context
+            _check(self._library.cuCtxGetCurrent(ctypes.byref(self.context)), "tell its context")
             _check(
                 self._library.cuModuleLoadData(ctypes.byref(module), cubin.image),
                 f"load the kernel {name}",
@@ -252,6 +255,7 @@ class Launch:
             num_attributes=1,
         )
         self._config_reference = ctypes.byref(self._config)
+        self._kernel = kernel
         self._launch = kernel._library.cuLaunchKernelEx
         self._function = kernel.function
 
@@ -262,6 +266,11 @@ class Launch:
         """
         self._config.stream = stream
         status = self._launch(self._config_reference, self._function, self._addresses, None)
+        if status == _NO_CONTEXT:  # of a thread that has asked nothing of this GPU yet
+            _check(
+                self._kernel._library.cuCtxSetCurrent(self._kernel.context), "enter its context"
+            )
+            status = self._launch(self._config_reference, self._function, self._addresses, None)
         if status != 0:
             _check(status, "launch a kernel")
 
