@@ -3,6 +3,7 @@
 import functools
 import importlib
 import json
+import re
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest.mock import MagicMock
@@ -75,7 +76,7 @@ def test_every_call_is_taken(
 ) -> None:
     """Up to the launch: operators check what they get, and describe it for the copy engine."""
     launched = []
-    monkeypatch.setattr(Emulation, "launch", lambda _, spec, *__: launched.append(spec))
+    monkeypatch.setattr(Emulation, "launch", lambda _, spec, *__, **___: launched.append(spec))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(sanitized, "DEVICE", "cpu")
@@ -212,3 +213,56 @@ def test_reports(sanitize: ModuleType) -> None:
         "=========     and Write access at attention_prefill+0x30 [1 hazard]\n"
     )
     assert report(other + prefill, "attention_prefill", "racecheck").others == other
+
+
+def test_races_of_a_library_are_no_errors(sanitize: ModuleType) -> None:
+    first, last = "nvjet_sm90_tst_64x8_64x16_1x1_h_bz_splitK_bias_TNT", "cutlass_80_wmma_tensorop"
+
+    def report(write: str, *reads: str, errors: int = 1, more: str = "", operator="norm_route"):
+        ends = [
+            f"=========     and Read access at {kernel}+0x2ec0 [8 hazards]\n" for kernel in reads
+        ]
+        calls = len(sanitize.calls_of(operator, 0, sanitize.parts_of(operator)))
+        log = (
+            "========= COMPUTE-SANITIZER\n"
+            f"========= Error: Race reported between Write access at {write}+0xaf0\n"
+            f"{''.join(ends)}=========\x20\n{more}{json.dumps({'right': calls})}\n"
+            f"========= RACECHECK SUMMARY: 1 hazards displayed ({errors} errors, 0 warnings)\n"
+        )
+        return sanitize.report_of(operator, "racecheck", 0, log, 1.0)
+
+    for kernels in ((first, first), (first, first, last), (last, last)):
+        found = report(*kernels)
+        assert (found.errors, found.of_library) == (0, 1)
+        assert sanitize.is_fine(found, [found])
+    assert sanitize.merged([found, found]).of_library == 2
+    invalid = (
+        f"========= Invalid __shared__ write of size 4 bytes\n=========     at {first}+0x31e0\n"
+    )
+    for found in (
+        report("norm_route", first),
+        report(first, "norm_route"),
+        report(first, first, "norm_route"),
+        report("norm_route", "norm_route"),
+        report(first, first, errors=2),
+        report(first, first, errors=2, more=invalid),
+    ):
+        assert found.errors
+        assert not sanitize.is_fine(found, [found])
+    # Beside known ones, which still need their twin.
+    own = (
+        "========= Error: Race reported between Write access at few_rows_fp8+0x10\n"
+        "=========     and Read access at few_rows_fp8+0x20 [1 hazard]\n"
+    )
+    found = report(first, first, errors=2, more=own, operator="few_rows_fp8")
+    assert (found.errors, found.of_library) == (1, 1)
+    assert not sanitize.is_fine(found, [found])
+    twin = report(first, first, operator="few_rows_fp8" + sanitize.TWIN)
+    assert sanitize.is_fine(found, [found, twin])
+
+
+def test_no_kernel_of_ours_is_taken_for_a_librarys(sanitize: ModuleType) -> None:
+    for operator in sanitize.OPERATORS:
+        for call in sanitize.calls_of(operator):
+            for kernel in call.kernels:
+                assert not re.match(sanitize._LIBRARY, kernel.name)
