@@ -98,12 +98,19 @@ _BOX_BYTES = _BOX[0] * _BOX[1] * 2
 class LinearTile(Tile):
     """How sums are stored: from registers, or by the copy engine in boxes of 64 columns.
 
-    `unroll` blocks of K are written out: no loop's end lies between two multiplications.
+    `unroll` blocks of K are written out: no loop's end lies between two multiplications. `height`:
+    rows of a tile, if they are fewer than the 64 that the tensor cores multiply. So the weight has
+    the room of the others.
     """
 
     stores_boxes: bool = False
     has_residual: bool = False
     unroll: int = 1
+    height: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.height or self.product_rows
 
     @property
     def fixed_bytes(self) -> int:
