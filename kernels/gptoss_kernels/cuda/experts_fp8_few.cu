@@ -347,9 +347,6 @@ struct Multiplier {
     float weight_scale[GROUPS];
 
     __device__ __forceinline__ int group_of(int group) const { return warp * GROUPS + group; }
-    __device__ __forceinline__ bool exists(int group, int chunk) const {
-        return group_of(group) * BLOCK + chunk * CHUNK < K;
-    }
     __device__ __forceinline__ int column_of(int group, int chunk) const {
         return group_of(group) * BLOCK + chunk * CHUNK + lane % 4 * 16;
     }
@@ -459,41 +456,55 @@ struct Multiplier {
                      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                      : "r"(stage + row * K + column)
                      : "memory");
-        // Beyond the row lies another one, or nothing yet: a NaN there would survive a zero in x.
-        if (K % CHUNK != 0 && column >= K) v = {};
         return v;
     }
 
-    __device__ __forceinline__ void multiply_chunk(float (&products)[4], uint32_t stage, int group,
-                                                   int chunk) const {
-        const uint4 upper = weight_of(stage, lane / 4, column_of(group, chunk));
-        const uint4 lower = weight_of(stage, lane / 4 + UNIT, column_of(group, chunk));
-        const uint32_t rows[2][4] = {{upper.x, upper.y, upper.z, upper.w},
-                                     {lower.x, lower.y, lower.z, lower.w}};
+    // The columns of this warp in a tile's sums, left where all warps' are added up. Without a branch
+    // where the warp has ALL of its columns: then the chunks' chains of products overlap.
+    template <bool ALL>
+    __device__ __forceinline__ void multiply_tile(int slot) const {
+        uint4 weight[GROUPS][CHUNKS][2];
+#pragma unroll
+        for (int group = 0; group < GROUPS; ++group) {
+#pragma unroll
+            for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+                const int column = column_of(group, chunk);
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    // Beyond the row lies another one, or nothing yet: a NaN there would survive a
+                    // zero in x.
+                    if (!ALL) weight[group][chunk][half] = {};
+                    if (ALL || column < K)
+                        weight[group][chunk][half] = weight_of(
+                            shared + slot * STAGE_BYTES, lane / 4 + half * UNIT, column);
+                }
+            }
+        }
+        float products[GROUPS][CHUNKS][4] = {};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            // Which of K a lane has does not matter where both matrices have the same.
-            uint32_t a[4];
-            to_halves(rows[0][i], a[0], a[2]);
-            to_halves(rows[1][i], a[1], a[3]);
-            const uint32_t b[2] = {x[group][chunk][2 * i], x[group][chunk][2 * i + 1]};
-            multiply_f16(products, a, b);
+#pragma unroll
+            for (int group = 0; group < GROUPS; ++group) {
+#pragma unroll
+                for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+                    const uint4 upper = weight[group][chunk][0], lower = weight[group][chunk][1];
+                    const uint32_t rows[2][4] = {{upper.x, upper.y, upper.z, upper.w},
+                                                 {lower.x, lower.y, lower.z, lower.w}};
+                    // Which of K a lane has does not matter where both matrices have the same.
+                    uint32_t a[4];
+                    to_halves(rows[0][i], a[0], a[2]);
+                    to_halves(rows[1][i], a[1], a[3]);
+                    const uint32_t b[2] = {x[group][chunk][2 * i], x[group][chunk][2 * i + 1]};
+                    multiply_f16(products[group][chunk], a, b);
+                }
+            }
         }
-    }
-
-    // The columns of this warp in a tile's sums, left where all warps' are added up.
-    __device__ __forceinline__ void multiply_tile(int slot) const {
         float sums[4] = {};
 #pragma unroll
         for (int group = 0; group < GROUPS; ++group) {
-            float products[CHUNKS][4] = {};
-#pragma unroll
-            for (int chunk = 0; chunk < CHUNKS; ++chunk)
-                if (exists(group, chunk))
-                    multiply_chunk(products[chunk], shared + slot * STAGE_BYTES, group, chunk);
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                sums[i] += (products[0][i] + products[1][i]) *
+                sums[i] += (products[group][0][i] + products[group][1][i]) *
                            (x_scale[group][i % 2] * weight_scale[group]);
         }
         const uint32_t partial = shared + PARTIALS_OFFSET + (slot * WARPS + warp) * PARTIAL_BYTES +
@@ -510,6 +521,7 @@ struct Multiplier {
         if (walk.is_done()) return;
         load_scales(weight_scale, walk);
         if constexpr (PRODUCT == SECOND && HAS_FIRST) barrier_wait(shared + MET_OFFSET, 0);
+        const bool has_all = (warp + 1) * GROUPS * BLOCK <= K;
         int entry = -1;
         while (!walk.is_done()) {
             if (PRODUCT == SECOND && walk.entry != entry) {
@@ -523,7 +535,10 @@ struct Multiplier {
             float scales[GROUPS] = {};
             if (has_others) load_scales(scales, after);
             barrier_wait(shared + FULL_OFFSET + ring.slot * 8, ring.phase);
-            multiply_tile(ring.slot);
+            if (has_all)
+                multiply_tile<true>(ring.slot);
+            else
+                multiply_tile<false>(ring.slot);
             __syncwarp();
             if (lane == 0) barrier_arrive(shared + SUMMED_OFFSET + ring.slot * 8);
             ring.advance();
