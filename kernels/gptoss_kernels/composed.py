@@ -98,14 +98,12 @@ class ComposedOperators:
             )
 
         def mixture(x: Tensor, chosen: Tensor, weights: Tensor) -> Mixture:
-            values, scale, expert_start, rows = self._fp8.dispatch_fp8(x, chosen, w13.shape[0])
-            inner = self._fp8.grouped_swiglu_fp8(
-                *(values, scale, expert_start, w13.values, w13.scale, w13_bias),
+            outputs, rows = self._fp8.experts_fp8(
+                *(x, chosen, w13.values, w13.scale, w13_bias, w2.values, w2.scale, w2_bias),
                 alpha=swiglu_alpha,
                 limit=swiglu_limit,
             )
-            second = (expert_start, w2.values, w2.scale, w2_bias)
-            return Mixture(self._fp8.grouped_linear_fp8(*inner, *second), rows, weights)
+            return Mixture(outputs, rows, weights)
 
         if len(x) <= MAXIMUM_TOKENS:
             return mixture(x, chosen, chosen_weights)

@@ -39,6 +39,7 @@ from gptoss_kernels.triton_lang.quantise import group_scale, largest_bits
 __all__ = [
     "combine",
     "dispatch_fp8",
+    "experts_fp8",
     "grouped_linear_fp8",
     "grouped_swiglu_fp8",
     "linear_fp8",
@@ -178,6 +179,26 @@ def grouped_linear_fp8(
             COLUMNS=_COLUMNS,
         )
     return out
+
+
+def experts_fp8(
+    x: Tensor,
+    chosen: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w13_bias: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    w2_bias: Tensor,
+    *,
+    alpha: float,
+    limit: float,
+) -> tuple[Tensor, Tensor]:
+    """dispatch_fp8, grouped_swiglu_fp8 and grouped_linear_fp8: outputs, and each choice's row."""
+    values, scale, expert_start, rows = dispatch_fp8(x, chosen, len(w13))
+    first = (expert_start, w13, w13_scale, w13_bias)
+    inner = grouped_swiglu_fp8(values, scale, *first, alpha=alpha, limit=limit)
+    return grouped_linear_fp8(*inner, expert_start, w2, w2_scale, w2_bias), rows
 
 
 @functools.cache

@@ -319,6 +319,21 @@ class Fp8Operators(Protocol):
         bias: Tensor,
     ) -> Tensor: ...
 
+    def experts_fp8(
+        self,
+        x: Tensor,
+        chosen: Tensor,
+        w13: Tensor,
+        w13_scale: Tensor,
+        w13_bias: Tensor,
+        w2: Tensor,
+        w2_scale: Tensor,
+        w2_bias: Tensor,
+        *,
+        alpha: float,
+        limit: float,
+    ) -> tuple[Tensor, Tensor]: ...
+
     def combine(
         self,
         outputs: Tensor,

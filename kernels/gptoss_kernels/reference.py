@@ -566,6 +566,30 @@ def dispatch_fp8(x: Tensor, chosen: Tensor, num_experts: int) -> Dispatched:
     return Dispatched(values[tokens], scale[tokens], start, rows.view(chosen.shape))
 
 
+def experts_fp8(
+    x: Tensor,
+    chosen: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w13_bias: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    w2_bias: Tensor,
+    *,
+    alpha: float,
+    limit: float,
+) -> tuple[Tensor, Tensor]:
+    """dispatch_fp8, grouped_swiglu_fp8 and grouped_linear_fp8, one after the other
+
+    x [T, H]; chosen [T, K] -> bf16 [R, H], and rows [T, K]: which of those are a token's. Weights,
+    scales and biases as there.
+    """
+    values, scale, expert_start, rows = dispatch_fp8(x, chosen, len(w13))
+    first = (expert_start, w13, w13_scale, w13_bias)
+    inner = grouped_swiglu_fp8(values, scale, *first, alpha=alpha, limit=limit)
+    return grouped_linear_fp8(*inner, expert_start, w2, w2_scale, w2_bias), rows
+
+
 def combine(
     outputs: Tensor, rows: Tensor, chosen_weights: Tensor, *, residual: Tensor | None = None
 ) -> Tensor:

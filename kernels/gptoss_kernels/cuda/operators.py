@@ -7,6 +7,7 @@ from gptoss_kernels.cuda.attention import attention
 from gptoss_kernels.cuda.combine import combine
 from gptoss_kernels.cuda.compiler import CudaError, nvrtc_version
 from gptoss_kernels.cuda.dispatch_fp8 import dispatch_fp8
+from gptoss_kernels.cuda.experts_fp8 import experts_fp8
 from gptoss_kernels.cuda.grouped_linear_fp8 import grouped_linear_fp8
 from gptoss_kernels.cuda.grouped_swiglu_fp8 import grouped_swiglu_fp8
 from gptoss_kernels.cuda.linear_fp8 import linear_fp8, quantised_linear_fp8
@@ -27,6 +28,7 @@ __all__ = [
     "combine",
     "dispatch_fp8",
     "embedding",
+    "experts_fp8",
     "grouped_linear_fp8",
     "grouped_swiglu_fp8",
     "library",

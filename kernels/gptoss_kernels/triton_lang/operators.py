@@ -3,6 +3,7 @@
 from gptoss_kernels.triton_lang.attention import attention
 from gptoss_kernels.triton_lang.combine import combine
 from gptoss_kernels.triton_lang.dispatch_fp8 import dispatch_fp8
+from gptoss_kernels.triton_lang.experts_fp8 import experts_fp8
 from gptoss_kernels.triton_lang.grouped_linear_fp8 import grouped_linear_fp8
 from gptoss_kernels.triton_lang.grouped_swiglu_fp8 import grouped_swiglu_fp8
 from gptoss_kernels.triton_lang.linear_fp8 import (
@@ -18,6 +19,7 @@ __all__ = [
     "attention",
     "combine",
     "dispatch_fp8",
+    "experts_fp8",
     "grouped_linear_fp8",
     "grouped_swiglu_fp8",
     "linear_fp8",

@@ -62,6 +62,7 @@ def test_kernels_count_and_overlap_does_not_count_twice() -> None:
     [
         ("attention_prefill_fp8", "attention"),
         ("few_rows_fp8", "experts"),
+        ("experts_fp8_few", "experts"),
         ("grouped_fp8", "experts"),
         ("dispatch_count", "dispatch"),
         ("rms_norm_fp8", "norms"),
