@@ -58,6 +58,7 @@ from gptoss_kernels.cuda.combine import spec as combine_spec
 from gptoss_kernels.cuda.compiler import KernelSpec
 from gptoss_kernels.cuda.dispatch_fp8 import dispatch_fp8
 from gptoss_kernels.cuda.dispatch_fp8 import specs as dispatch_specs
+from gptoss_kernels.cuda.experts_fp8 import ExpertsTile, experts_fp8_few
 from gptoss_kernels.cuda.few_rows_fp8 import FewRowsTile
 from gptoss_kernels.cuda.grouped_fp8 import GroupedTile
 from gptoss_kernels.cuda.grouped_linear_fp8 import grouped_linear_fp8
@@ -559,25 +560,25 @@ def grouped_linear_calls() -> Iterator[Call]:
             yield Call((tile.spec,), partial(linear_error, *shape, group, tile))
 
 
+# Partial sums, and that they are read.
+SUMS_ARRIVE = (
+    ("SUMMED_OFFSET + slot * 8, WARPS);", "SUMMED_OFFSET + slot * 8, 32 * WARPS);"),
+    ("if (lane == 0) barrier_arrive(shared + SUMMED", "barrier_arrive(shared + SUMMED"),
+    ("FULL_OFFSET + slot * 8, 1);", "FULL_OFFSET + slot * 8, 32);"),
+    (
+        "} else if (lane < 3) {",
+        "} else barrier_arrive(shared + FULL_OFFSET + slot * 8); if (lane == 1 || lane == 2) {",
+    ),
+)
+
+
 @dataclass(frozen=True)
 class FewRowsWhereAllArrive(FewRowsTile):
     """Of partial sums."""
 
     @property
     def spec(self) -> KernelSpec:
-        return where_all_lanes_arrive(
-            super().spec,
-            (
-                ("SUMMED_OFFSET + slot * 8, WARPS);", "SUMMED_OFFSET + slot * 8, 32 * WARPS);"),
-                ("if (lane == 0) barrier_arrive(shared + SUMMED", "barrier_arrive(shared + SUMMED"),
-                ("FULL_OFFSET + slot * 8, 1);", "FULL_OFFSET + slot * 8, 32);"),
-                (
-                    "} else if (lane < 3) {",
-                    "} else barrier_arrive(shared + FULL_OFFSET + slot * 8); "
-                    "if (lane == 1 || lane == 2) {",
-                ),
-            ),
-        )
+        return where_all_lanes_arrive(super().spec, SUMS_ARRIVE)
 
 
 def few_rows_calls(tile_class: type[FewRowsTile]) -> Iterator[Call]:
@@ -589,6 +590,44 @@ def few_rows_calls(tile_class: type[FewRowsTile]) -> Iterator[Call]:
     for k, group, (rows, inner) in product(intermediate, GROUPS, FEW_ROWS):
         tile = tile_class(k, x_group=group)
         yield Call((tile.spec,), partial(linear_error, rows, 2 * inner, k, group, tile))
+
+
+# Of tokens of K experts: an expert of several, numbers of none, and the last one's twice.
+FEW_TOKENS = (1, 3)
+
+
+def experts_error(tokens: int, tile: ExpertsTile) -> float:
+    num_experts, hidden, inner = 3, tile.hidden, tile.inner
+    x = torch.randn(tokens, hidden).bfloat16()
+    chosen = torch.randint(-1, num_experts + 1, (tokens, tile.chosen))
+    chosen[-1] = 1
+    shapes = ((2 * inner, hidden), (hidden, inner))
+    weights = [
+        each for n, k in shapes for each in product_inputs(1, n, k, BLOCK, (num_experts,))[2:]
+    ]
+    out, _ = experts_fp8_few(tile, *on_gpu(x, chosen, *weights), **SWIGLU, launches=1)
+    right = reference.experts_fp8(x, chosen, *weights, **SWIGLU)
+    is_expert = ((chosen >= 0) & (chosen < num_experts)).flatten()
+    return norm_error(out.cpu()[is_expert], right[0][right[1].flatten()[is_expert]])
+
+
+@dataclass(frozen=True)
+class ExpertsWhereAllArrive(ExpertsTile):
+    """Of partial sums."""
+
+    @property
+    def spec(self) -> KernelSpec:
+        return where_all_lanes_arrive(super().spec, SUMS_ARRIVE)
+
+
+def experts_calls(tile_class: type[ExpertsTile]) -> Iterator[Call]:
+    sizes = {
+        (model.hidden, model.intermediate, model.experts_per_token)
+        for model in SERVED_MODELS.values()
+    }
+    for (hidden, inner, chosen), tokens in product(sorted(sizes), FEW_TOKENS):
+        tile = tile_class(hidden, inner, chosen)
+        yield Call((tile.spec,), partial(experts_error, tokens, tile))
 
 
 # ---- attention --------------------------------------------------------------------------------
@@ -854,6 +893,8 @@ OPERATORS: dict[str, Callable[[], Iterable[Call]]] = {
     f"attention_prefill{TWIN}": partial(prefill_calls, are_twins=True),
     "few_rows_fp8": partial(few_rows_calls, FewRowsTile),
     f"few_rows_fp8{TWIN}": partial(few_rows_calls, FewRowsWhereAllArrive),
+    "experts_fp8_few": partial(experts_calls, ExpertsTile),
+    f"experts_fp8_few{TWIN}": partial(experts_calls, ExpertsWhereAllArrive),
     "dispatch_fp8": dispatch_calls,
     "quantise": quantise_calls,
     "rms_norm": partial(rms_norm_calls, is_fp8=False),

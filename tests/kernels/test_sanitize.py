@@ -111,6 +111,7 @@ def test_every_call_is_taken(
     [
         ("linear_fp8", 3),
         ("few_rows_fp8", 4),
+        ("experts_fp8_few", 4),
         ("attention_decode", 4),
         ("attention_prefill", 9),
     ],
