@@ -41,8 +41,9 @@ def rope_and_cache_write(
     `value_scale` fp32 [KV], normal numbers that e4m3 caches are divided by, 1 if None. All
     contiguous. A token whose slot is negative, or beyond the caches, is not stored; one whose
     position the table does not have becomes NaN but for v. e4m3 saturates at 448, and NaN stays
-    NaN. Raises ValueError on anything else but values, which stay on the device, and
-    runtime.CudaError where there is no Hopper GPU.
+    NaN. What is read beside `qkv` must not be written by the kernel launched just before on the
+    same stream: it is read while that one may still run. Raises ValueError on anything else but
+    values, which stay on the device, and runtime.CudaError where there is no Hopper GPU.
     """
     given = (qkv, positions, rope_table, key_cache, value_cache, slot_mapping)
     if out is None:
@@ -67,26 +68,53 @@ def spec(*, is_fp8: bool) -> runtime.KernelSpec:
     """For any model and number of tokens."""
     return runtime.KernelSpec(
         "rope_and_cache_write",
-        files=("rope.cu",),
+        files=("rope.cuh", "rope.cu"),
         defines=(("THREADS", _THREADS), ("FP8", int(is_fp8))),
         variant="e4m3" if is_fp8 else "bf16",
     )
 
 
-class _Arguments(ctypes.Structure):
+class RopeArguments(ctypes.Structure):
+    """As rope.cuh has it."""
+
     _fields_ = (
         *(
             (name, ctypes.c_void_p)
             for name in (
-                *("qkv", "positions", "rope_table", "key_cache", "value_cache", "slots"),
+                *("positions", "rope_table", "key_cache", "value_cache", "slots"),
                 *("key_scale", "value_scale", "query"),
             )
         ),
-        *(
-            (name, ctypes.c_int)
-            for name in ("num_tokens", "num_heads", "num_kv_heads", "page_shift")
-        ),
+        *((name, ctypes.c_int) for name in ("num_heads", "num_kv_heads", "page_shift")),
         *((name, ctypes.c_longlong) for name in ("num_positions", "num_slots")),
+    )
+
+    @classmethod
+    def of(
+        cls,
+        positions: Tensor,
+        rope_table: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+        key_scale: Tensor | None,
+        value_scale: Tensor | None,
+        query: Tensor,
+    ) -> RopeArguments:
+        given = (positions, rope_table, key_cache, value_cache, slot_mapping)
+        num_pages, num_kv_heads, page_size, _ = key_cache.shape
+        return cls(
+            *(None if x is None else x.data_ptr() for x in (*given, key_scale, value_scale, query)),
+            *(query.shape[1], num_kv_heads, page_size.bit_length() - 1),
+            *(rope_table.shape[0], num_pages * page_size),
+        )
+
+
+class _Arguments(ctypes.Structure):
+    _fields_ = (
+        ("rope", RopeArguments),
+        ("qkv", ctypes.c_void_p),
+        ("num_tokens", ctypes.c_int),
     )
 
 
@@ -101,26 +129,13 @@ def _prepare(
     value_scale: Tensor | None,
     out: Tensor,
 ) -> runtime.Launch:
-    given = (qkv, positions, rope_table, key_cache, value_cache, slot_mapping)
-    contracts.check_rope_inputs(*given, key_scale, value_scale, out)
+    given = (positions, rope_table, key_cache, value_cache, slot_mapping, key_scale, value_scale)
+    contracts.check_rope_inputs(qkv, *given, out)
     contracts.check_gpu(qkv, "qkv")
-    num_tokens, num_heads, _ = out.shape
-    num_pages, num_kv_heads, page_size, _ = key_cache.shape
-    num_threads = num_tokens * (num_heads + 2 * num_kv_heads) * _LANES
+    num_threads = qkv.numel() // HEAD_DIM * _LANES
     return runtime.Launch(
         runtime.load(spec(is_fp8=key_cache.dtype == E4M3), qkv.device.index),
         grid=-(-num_threads // _THREADS),
         threads=_THREADS,
-        arguments=(
-            _Arguments(
-                *(tensor.data_ptr() for tensor in given),
-                *(
-                    None if scale is None else scale.data_ptr()
-                    for scale in (key_scale, value_scale)
-                ),
-                out.data_ptr(),
-                *(num_tokens, num_heads, num_kv_heads, page_size.bit_length() - 1),
-                *(rope_table.shape[0], num_pages * page_size),
-            ),
-        ),
+        arguments=(_Arguments(RopeArguments.of(*given, out), qkv.data_ptr(), len(qkv)),),
     )
