@@ -26,8 +26,8 @@ CHOICES = (
     ((0, 3),),
     ((1, 3), (3, 4), (4, 1)),
     ((2, 2), (0, 2), (-1, 4), (100, 100)),
-    ((3,) * 8,) * 2,
-    tuple((i % 5, (i * i + 1) % 5) for i in range(8)),
+    ((3,) * 8,) * 4,
+    tuple((i % 5, (i * i + 1) % 5, 4, (i + 3) % 5) for i in range(8)),
     ((-1, 5 << 33),),
 )
 
@@ -173,9 +173,9 @@ def test_what_is_chosen_for_how_many_tokens() -> None:
         x, w2 = torch.empty(num_tokens, hidden), torch.empty(1, 1, inner)
         return choose_tile(x, torch.zeros(num_tokens, num_chosen, dtype=torch.int64), w2)
 
-    assert tile(4, 4) == ExpertsTile(2880, 2880, 4)
+    assert tile(8, 4) == ExpertsTile(2880, 2880, 4)
     assert tile(8, 2, 128, 256) == ExpertsTile(128, 256, 2)
-    for sizes in ((0, 4), (5, 4), (9, 1), (1, 4, 4096), (1, 4, 2880, 4096)):
+    for sizes in ((0, 4), (5, 8), (9, 1), (1, 4, 4096), (1, 4, 2880, 4096)):
         assert tile(*sizes) is None
     x, chosen, *_, w2, _, _ = random_operands(CHOICES[0], *SHAPES[1])
     assert choose_tile(x, chosen.int(), w2) is None
@@ -215,7 +215,7 @@ def token_choices(num_tokens: int, num_experts: int, num_chosen: int = 4):
 @gpu
 @pytest.mark.parametrize("launches", [1, 2])
 @pytest.mark.parametrize(("num_experts", "hidden", "inner"), SERVED)
-@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 8])
 def test_experts(num_tokens: int, num_experts: int, hidden: int, inner: int, launches: int) -> None:
     choices = token_choices(num_tokens, num_experts)
     operands = random_operands(choices, num_experts, hidden, inner, "cuda")

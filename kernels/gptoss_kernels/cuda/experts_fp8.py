@@ -1,7 +1,7 @@
 """y = swiglu(quantise(x) @ w13[e]^T + b13[e]);  out = quantise(y) @ w2[e]^T + b2[e]
 
 The experts of each token, one after the other what dispatch_fp8, grouped_swiglu_fp8 and
-grouped_linear_fp8 compute, with groups of 128 columns behind SwiGLU. Up to 8 tokens with 16 choices
+grouped_linear_fp8 compute, with groups of 128 columns behind SwiGLU. Up to 8 tokens with 32 choices
 take one launch (experts_fp8_few.cu), bound by reading the weights of the experts that they chose.
 """
 
@@ -26,7 +26,7 @@ from gptoss_kernels.cuda.rows import check_num_chosen
 from gptoss_kernels.fp8 import BLOCK
 
 MAXIMUM_TOKENS = 8  # of one launch: as many columns has an instruction of the tensor cores
-MAXIMUM_CHOICES = 16
+MAXIMUM_CHOICES = 32  # likewise: as many lanes has a warp
 # One launch for few tokens, two, or those of dispatch_fp8 and both products: until it was timed.
 FEW_LAUNCHES = 0
 _MAXIMUM_WARPS = 12  # that multiply
