@@ -67,7 +67,7 @@ class Launched:
         self._sampled = sampled
 
     def result(self) -> StepOutput:
-        """Waits until the step has run; RuntimeError says why it could not."""
+        """Waits until the step has run; an error of the device's is raised here."""
         return StepOutput.of(self._step, *self._sampled.result())
 
 

@@ -76,13 +76,11 @@ class Sampled:
     def result(self) -> tuple[list[int], list[TokenLogprob | None]]:
         """The tokens, and what was asked to be told of them; waits until the device is so far.
 
-        RuntimeError if a row had no token because its logits were not numbers.
+        NO_TOKEN where a row's logits were not numbers.
         """
         if self._event is not None:
             self._event.synchronize()
         token_ids, *told = (part.tolist() for part in self._parts)
-        if -1 in token_ids:
-            raise RuntimeError("the model's logits are not numbers")
         if not told:
             return token_ids, [None] * len(token_ids)
         return token_ids, [

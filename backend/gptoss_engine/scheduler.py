@@ -15,6 +15,7 @@ from gptoss_engine.decoding import Decoder
 from gptoss_engine.page_pool import PagePool
 from gptoss_engine.sequence import (
     NO_SEAT,
+    NO_TOKEN,
     ScheduledItem,
     ScheduledStep,
     Sequence,
@@ -139,7 +140,7 @@ class Scheduler:
         return ScheduledStep((*decodes, *prefills), tuple(preempted))
 
     def update(self, step: ScheduledStep, output: StepOutput) -> list[TokenChunk]:
-        """Append what the step chose and end what is complete.
+        """Append what the step chose and end what is complete, or has no token.
 
         What it chose for a sequence that has ended since is dropped.
         """
@@ -149,7 +150,13 @@ class Scheduler:
         ):
             if item.is_sampled and item.sequence.status is not Status.FINISHED:
                 accepted = self.decoder.accept(item.draft_token_ids, sampled)
-                chunks.append(self._append(item.sequence, accepted, logprobs))
+                if NO_TOKEN in accepted:  # Its own rows alone: no row's mathematics has another's.
+                    num_tokens = item.first + item.num_slots
+                    error = f"the model's logits behind {num_tokens} tokens are not numbers"
+                    log.error("generation %s: %s", item.sequence.generation_id, error)
+                    chunks.append(self._finish(item.sequence, "error", error=error))
+                else:
+                    chunks.append(self._append(item.sequence, accepted, logprobs))
         return chunks
 
     def abort(

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from gptoss_engine.types import GenerationRequest, SamplingParams, TokenLogprob
 
 NO_SEAT = -1
+NO_TOKEN = -1  # where a token is due: the logits were not numbers
 
 
 class Status(Enum):

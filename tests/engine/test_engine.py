@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import Any, Literal
 
 import hypothesis.strategies as st
@@ -402,6 +403,35 @@ def test_the_models_answers_do_not_depend_on_company_chunks_or_preemption(
     chunks = run_to_end(engine)
     assert {name: tokens_of(chunks, name) for name in model_answers} == model_answers
     assert (engine.stats().num_preemptions > 0) == (num_pages == 18)
+
+
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_logits_that_are_not_numbers_end_their_own_generation_alone(
+    model_engine_config: EngineConfig,
+    model_answers: dict[str, tuple[int, ...]],
+    overlap: Literal["on", "off"],
+) -> None:
+    requests = model_requests()
+    used = {*chain(*model_answers.values(), *(one.token_ids for one in requests))}
+    wrong = min({*range(512)} - used)
+    runner = load_runner(replace(model_engine_config, overlap=overlap))
+    runner._model.weights.embedding[wrong] = torch.nan
+    engine = Engine(
+        replace(model_engine_config, overlap=overlap, max_num_batched_tokens=48), runner
+    )
+    for number in range(3):
+        engine.add(request(f"wrong {number}", (*range(60), wrong), max_tokens=9))
+    for one in requests:
+        engine.add(one)
+    chunks = run_to_end(engine)
+    assert {name: tokens_of(chunks, name) for name in model_answers} == model_answers
+    ends = [chunk for chunk in chunks if chunk.generation_id.startswith("wrong")]
+    sentence = "the model's logits behind 61 tokens are not numbers"
+    assert [(end.finish_reason, end.error, end.token_ids) for end in ends] == [
+        ("error", sentence, ())
+    ] * 3
+    assert not engine.is_broken
+    assert engine.stats().num_used_pages == engine.stats().num_used_window_pages == 0
 
 
 @pytest.mark.parametrize("num_pages", [100, 18])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gptoss_engine.sampler import Sampler, Sampling, uniforms
-from gptoss_engine.sequence import Sequence
+from gptoss_engine.sequence import NO_TOKEN, Sequence
 from gptoss_engine.types import SamplingParams, TokenLogprob
 from gptoss_kernels import ops
 
@@ -117,9 +117,9 @@ def test_nothing_is_told_where_nobody_asks():
     assert results(logits[:0]) == ([], [])
 
 
-def test_logits_that_are_not_numbers_are_an_error():
-    with pytest.raises(RuntimeError, match="logits are not numbers"):
-        results(torch.tensor([[0.0] * 8, [math.nan] * 8]), GREEDY, GREEDY)
+def test_logits_that_are_not_numbers_give_no_token():
+    logits = torch.tensor([[0.0] * 8, [math.nan] * 8])
+    assert results(logits, GREEDY, GREEDY)[0] == [0, NO_TOKEN]
 
 
 @pytest.mark.gpu
