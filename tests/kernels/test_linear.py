@@ -39,26 +39,25 @@ def bound(out: Tensor) -> float:
     return BOUND if out.numel() > 1000 else 2 * BOUND
 
 
-# Tiles of one unit and of two, the last one of a block with one; fewer of them than slots.
+# Tiles go round the ring, and are fewer than its slots; blocks have one more than others, or one.
 EMULATED = (
-    (1, 136, 80, 8),
-    (7, 136, 88, 16),
-    (16, 360, 656, 8),
-    (9, 360, 272, 16),
-    (31, 104, 1040, 8),
-    (17, 8, 640, 16),
-    (32, 104, 8, 8),
+    (1, 136, 80),
+    (7, 216, 88),
+    (16, 360, 656),
+    (9, 352, 272),
+    (31, 104, 1040),
+    (17, 8, 640),
+    (32, 104, 8),
 )
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(("m", "n", "k", "rows"), EMULATED)
-def test_emulated(m: int, n: int, k: int, rows: int, seed: int) -> None:
+@pytest.mark.parametrize(("m", "n", "k"), EMULATED)
+def test_emulated(m: int, n: int, k: int, seed: int) -> None:
     x, weight = random_inputs(m, n, k, "cpu")
     out = poisoned(m, n, "cpu")
-    tile = RowsTile(k, -(-m // 8) * 8, rows)
     with emulated(seed, num_multiprocessors=2, late=[x]):
-        linear(x, weight, out=out, tile=tile)
+        linear(x, weight, out=out)
     assert norm_error(out, exact(x, weight)) < bound(out)
 
 
@@ -69,17 +68,17 @@ WRONG = {
     ),
     "each turn of the ring is taken for the first": ("            phase ^= 1;\n", ""),
     "a slot is sent for before all have read it": (
-        "        __syncthreads();\n        if (warp == WARPS - 1",
-        "        if (warp == WARPS - 1",
+        "        __syncthreads();\n        if (threadIdx.x == THREADS - 1",
+        "        if (threadIdx.x == THREADS - 1",
     ),
-    "sums are left where the tile before's are read": ("tile % 2 * WARPS", "0 * WARPS"),
+    "sums are left where the tile before's are read": ("index % 2 * WARPS", "0 * WARPS"),
     "barriers are waited for before they are initialised": (
         "    __syncthreads();  // the barriers are initialised\n",
         "",
     ),
     "x is read before the kernel before has ended": ("    wait_for_previous_kernels();\n", ""),
     "a NaN beyond a row survives": ("column_of(chunk) < K;", "true;"),
-    "the last rows are left out": ("(rows + ROWS - 1) / ROWS", "rows / ROWS"),
+    "the last tiles are left out": ("int(blockIdx.x) - 1)", "int(gridDim.x))"),
     "a lane has other columns of one matrix": (
         "{weight.x, weight.y}, {weight.z, weight.w}",
         "{weight.x, weight.z}, {weight.y, weight.w}",
@@ -91,14 +90,14 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_kernel_is_seen(name: str) -> None:
     x, weight = random_inputs(9, 360, 1048, "cpu")
-    expected, tile = exact(x, weight), RowsTile(1048, 16, 16)
+    expected = exact(x, weight)
 
     def is_seen(seed: int) -> bool:
         out = poisoned(9, 360, "cpu")
         change = replacing(*WRONG[name])
         try:
             with emulated(seed, num_multiprocessors=2, late=[x], change=change):
-                linear(x, weight, out=out, tile=tile)
+                linear(x, weight, out=out)
         except EmulationError:
             return True
         return not norm_error(out, expected) < BOUND
@@ -113,9 +112,6 @@ def test_error_is_that_of_rounding(m: int, n: int, k: int) -> None:
     x, weight = random_inputs(m, n, k)
     out = linear(x, weight, out=poisoned(m, n))
     assert norm_error(out, exact(x, weight)) < bound(out)
-    tile = RowsTile(k, -(-m // 8) * 8, rows=16)
-    if tile.is_for(m, n, k):
-        assert torch.equal(linear(x, weight, tile=tile), out)
     other = x.clone()
     other[m // 2] = x[m // 2].roll(1)
     assert norm_error(out, exact(other, weight)) > bound(out)
@@ -154,12 +150,12 @@ def test_matrices_in_wider_ones_and_nothing_beside_the_output_is_written(m: int)
     n, k = 2008, 328
     x, weight = random_inputs(m, n, k)
     expected = linear(x, weight)
-    wide_x, wide_weight = poisoned(m, 400), poisoned(n, 344)
-    wide_x[:, 64:392], wide_weight[:, 8:336] = x, weight
+    wide_x, longer = poisoned(m, 400), poisoned(n + 16, k)
+    wide_x[:, 64:392], longer[8:-8] = x, weight
     around = torch.full((m + 20, n + 256), 7.0, device="cuda", dtype=torch.bfloat16)
     out = around[10 : 10 + m, 128 : 128 + n]
     torch.cuda.synchronize()
-    linear(wide_x[:, 64:392], wide_weight[:, 8:336], out=out)
+    linear(wide_x[:, 64:392], longer[8:-8], out=out)
     assert torch.equal(out, expected)
     out.fill_(7.0)
     assert bool((around == 7.0).all())
@@ -203,6 +199,14 @@ def test_other_sizes_are_multiplied_by_pytorch(m: int, n: int, k: int) -> None:
 
 
 @pytest.mark.gpu
+def test_a_weight_with_gaps_is_multiplied_by_pytorch() -> None:
+    x, weight = random_inputs(3, 64, 64)
+    wide = torch.cat([weight, weight], 1)
+    assert torch.equal(linear(x, wide[:, :64]), reference.linear(x, weight))
+    assert norm_error(linear(x, weight.t()), exact(x, weight.t())) < 2 * BOUND
+
+
+@pytest.mark.gpu
 def test_bias_and_residual_are_added_by_pytorch() -> None:
     x, weight = random_inputs(3, 64, 64)
     bias, residual = weight[:, 0].contiguous(), x * 9
@@ -230,7 +234,10 @@ def test_few_rows_are_ours() -> None:
         (lambda x, w: (x.cpu(), w), "x must be on a GPU"),
         (lambda x, w: (x, w.cpu()), "weight must be on the device of x"),
         (lambda x, w: (x[:, :8], w), r"must agree in K, got \[3, 8\] and \[64, 64\]"),
-        (lambda x, w: (x, w.t()), "weight must have adjacent columns"),
+        (
+            lambda x, w: (x, w.flatten()[1:4033].view(63, 64)[:56]),
+            "weight must start at a multiple",
+        ),
         (lambda x, w: (x[:1].expand(3, 64), w), "x must have adjacent columns, and rows of their"),
     ],
 )
@@ -240,14 +247,13 @@ def test_bad_input_is_refused(change, sentence) -> None:
 
 
 @pytest.mark.gpu
-def test_bad_output_bias_or_tile_is_refused() -> None:
+def test_bad_output_bias_or_residual_is_refused() -> None:
     x, weight = random_inputs(3, 64, 64)
     refused: list[tuple[dict[str, Any], str]] = [
         ({"out": poisoned(3, 72)}, r"out must be \[3, 64\]"),
         ({"bias": torch.ones(64, device="cuda")}, "bias must be torch.bfloat16"),
         ({"residual": poisoned(4, 64)}, r"residual must be \[3, 64\]"),
-        ({"tile": RowsTile(72)}, r"is not for 3 x 64 x 64"),
-        ({"tile": RowsTile(64), "residual": poisoned(3, 64)}, "nor for a bias or a residual"),
+        ({"out": poisoned(3, 68)[:, :64]}, "out must have adjacent columns, and rows of their own"),
     ]
     for options, sentence in refused:
         with pytest.raises(ValueError, match=sentence):

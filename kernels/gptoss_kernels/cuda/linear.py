@@ -30,39 +30,35 @@ def linear(
     *,
     residual: Tensor | None = None,
     out: Tensor | None = None,
-    tile: RowsTile | None = None,
 ) -> Tensor:
     """The product in bf16 [M, N], written to `out` if it is given.
 
-    `x` [M, K], `weight` [N, K], `bias` [N] or None, `residual` [M, N] or None: all bf16. The weight
-    must not be written by the kernel launched just before on the same stream: it is read while that
-    one may still run. Raises ValueError on anything else, also if a `tile` is given that is not for
-    this product, and runtime.CudaError where there is no Hopper GPU.
+    `x` [M, K], `weight` [N, K], `bias` [N] or None, `residual` [M, N] or None: all bf16. Rows of x
+    and out that linear.cu takes lie at multiples of 16 bytes. The weight must not be written by the
+    kernel launched just before on the same stream: it is read while that one may still run. Raises
+    ValueError on anything else, and runtime.CudaError where there is no Hopper GPU.
     """
     contracts.check_gpu(x)
     m, n, k = contracts.sizes(x, weight, 2)
-    is_plain = bias is None and residual is None
-    tile = tile or (choose_tile(m, n, k) if is_plain else None)
+    is_plain = bias is None and residual is None and weight.is_contiguous()
+    tile = choose_tile(m, n, k) if is_plain else None
     if tile is None:
         _check(x, weight, bias, residual, out)
         product = torch.nn.functional.linear(x, weight, bias)
         product = product if residual is None else product + residual
         return product if out is None else out.copy_(product)
-    if not (is_plain and tile.is_for(m, n, k)):
-        raise ValueError(f"{tile} is not for {m} x {n} x {k}, nor for a bias or a residual")
     if out is None:
         out = torch.empty((m, n), dtype=torch.bfloat16, device=x.device)
-    launch(("linear", tile), (x, weight, out), lambda: _prepare(tile, x, weight, out))
+    launch("linear", (x, weight, out), lambda: _prepare(tile, x, weight, out))
     return out
 
 
 @dataclass(frozen=True)
 class RowsTile:
-    """What linear.cu is compiled for: K, the most rows of x, a tile's rows of the weight."""
+    """What linear.cu is compiled for: K, and the most rows of x."""
 
     k: int
     tokens: int = 8
-    rows: int = 8
 
     @property
     def warps(self) -> int:
@@ -76,27 +72,27 @@ class RowsTile:
 
     @property
     def stages(self) -> int:
-        return min(_MAXIMUM_STAGES, self._free_bytes // self._slot_bytes)
+        """Slots, each for a tile of the weight, with a barrier."""
+        free = runtime.MAXIMUM_SHARED_BYTES - self._partial_bytes
+        return min(_MAXIMUM_STAGES, free // self._slot_bytes)
 
     @property
     def shared_bytes(self) -> int:
-        return runtime.MAXIMUM_SHARED_BYTES - self._free_bytes + self.stages * self._slot_bytes
+        return self._partial_bytes + self.stages * self._slot_bytes
 
     @property
     def _slot_bytes(self) -> int:
-        """A tile of the weight, whose rows begin at odd multiples of 64 bytes, and a barrier."""
-        row = 2 * self.k
-        return self.rows * (row + (192 - row % 128) % 128) + 8
+        return _UNIT * 2 * self.k + 8
 
     @property
-    def _free_bytes(self) -> int:
-        """Beside what each warp leaves of two tiles, in fp32."""
-        return runtime.MAXIMUM_SHARED_BYTES - 2 * self.warps * self.rows * self.tokens * 4
+    def _partial_bytes(self) -> int:
+        """What each warp leaves of two tiles, in fp32."""
+        return 2 * self.warps * _UNIT * self.tokens * 4
 
-    def is_for(self, m: int, n: int, k: int) -> bool:
-        """Two slots at least: one comes while another is multiplied."""
-        fits = k == self.k and 0 < m <= self.tokens and self.stages > 1
-        return fits and n > 0 and n % _UNIT == 0 and k % _UNIT == 0
+    @property
+    def is_possible(self) -> bool:
+        """Two slots at least: one is filled while another is multiplied."""
+        return self.k % _UNIT == 0 and self.stages > 1
 
     @property
     def spec(self) -> runtime.KernelSpec:
@@ -104,7 +100,6 @@ class RowsTile:
             "K": self.k,
             "TOKENS": self.tokens,
             "WARPS": self.warps,
-            "ROWS": self.rows,
             "STAGES": self.stages,
             "SHARED_BYTES": self.shared_bytes,
         }
@@ -119,15 +114,17 @@ class RowsTile:
 
 def choose_tile(m: int, n: int, k: int) -> RowsTile | None:
     """None where PyTorch's library multiplies: no rows, many, or sizes that copies do not take."""
+    if not (0 < m <= MAXIMUM_ROWS and n and k and n % _UNIT == 0):
+        return None
     tile = RowsTile(k, tokens=-(-m // _UNIT) * _UNIT)
-    return tile if m <= MAXIMUM_ROWS and tile.is_for(m, n, k) else None
+    return tile if tile.is_possible else None
 
 
 class _Arguments(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "weight", "out")),
         *((name, ctypes.c_int) for name in ("m", "n")),
-        *((name, ctypes.c_longlong) for name in ("x_stride", "weight_stride", "out_stride")),
+        *((name, ctypes.c_longlong) for name in ("x_stride", "out_stride")),
     )
 
 
@@ -138,22 +135,21 @@ def _check(
     residual: Tensor | None,
     out: Tensor | None,
 ) -> None:
-    contracts.check_gpu(x)
     contracts.check_type("x", x, torch.bfloat16, x)
     contracts.check_type("weight", weight, torch.bfloat16, x)
     shape = (x.shape[0], weight.shape[0])
-    if bias is not None:
-        contracts.check_type("bias", bias, torch.bfloat16, x)
-        contracts.check_shape("bias", bias, shape[1:])
-    for name, tensor in (("residual", residual), ("out", out)):
+    others = (("bias", bias, shape[1:]), ("residual", residual, shape), ("out", out, shape))
+    for name, tensor, its_shape in others:
         if tensor is not None:
-            contracts.check_output(name, tensor, torch.bfloat16, shape, x)
+            contracts.check_type(name, tensor, torch.bfloat16, x)
+            contracts.check_shape(name, tensor, its_shape)
 
 
 def _prepare(tile: RowsTile, x: Tensor, weight: Tensor, out: Tensor) -> runtime.Launch:
     _check(x, weight, None, None, out)
     contracts.check_rows("x", x)
-    contracts.check_rows("weight", weight)
+    contracts.check_rows("out", out)
+    contracts.check_start("weight", weight)
     device = x.device.index
     blocks = torch.cuda.get_device_properties(device).multi_processor_count
     (m, _), n = x.shape, weight.shape[0]
@@ -164,7 +160,7 @@ def _prepare(tile: RowsTile, x: Tensor, weight: Tensor, out: Tensor) -> runtime.
         arguments=(
             _Arguments(
                 *(x.data_ptr(), weight.data_ptr(), out.data_ptr(), m, n),
-                *(x.stride(0), weight.stride(0), out.stride(0)),
+                *(x.stride(0), out.stride(0)),
             ),
         ),
     )
