@@ -54,7 +54,7 @@ class GptOss:
             due = None
         hidden, update = ops.embedding(batch.input_ids, self.weights.embedding), None
         for index, layer in enumerate(self.weights.layers):
-            query, hidden = self._query(hidden, update, index, layer, batch, cache, ops)
+            query = self._query(hidden, update, index, layer, batch, cache, ops)
             if due is not None and layer is self.weights.layers[-1]:
                 batch, hidden, query = _of_rows(due, batch, hidden, query, ops)
             hidden = self._attention(query, hidden, index, layer, batch, cache, ops)
@@ -64,8 +64,7 @@ class GptOss:
     def logits(self, hidden: Tensor, ops: Operators) -> Tensor:
         """[S, H] -> [S, V]"""
         weights, eps = self.weights, self.config.rms_norm_eps
-        logits, _ = ops.norm_linear(hidden, weights.norm, eps, weights.unembedding)
-        return logits
+        return ops.norm_linear(hidden, weights.norm, eps, weights.unembedding)
 
     def _query(
         self,
@@ -76,10 +75,10 @@ class GptOss:
         batch: Inputs,
         cache: KVCache,
         ops: Operators,
-    ) -> tuple[Tensor, Tensor]:
-        """[T, N, D], and hidden + update; stores keys and values."""
+    ) -> Tensor:
+        """[T, N, D]; adds the update to hidden, in place, and stores keys and values."""
         group = self._group(index, batch)
-        qkv, hidden = ops.norm_linear(
+        qkv = ops.norm_linear(
             hidden,
             layer.attention_norm,
             self.config.rms_norm_eps,
@@ -87,7 +86,7 @@ class GptOss:
             layer.qkv_bias,
             update=update,
         )
-        query = ops.rope_and_cache_write(
+        return ops.rope_and_cache_write(
             qkv,
             batch.positions,
             self.rope_table,
@@ -95,7 +94,6 @@ class GptOss:
             cache.values[index],
             group.slot_mapping,
         )
-        return query, hidden
 
     def _attention(
         self,

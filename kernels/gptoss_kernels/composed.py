@@ -65,13 +65,12 @@ class ComposedOperators:
         bias: Tensor | None = None,
         *,
         update: Mixture | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor:
         """reference.norm_linear"""
         if not isinstance(weight, Fp8Weight):
-            normed = self.rms_norm(hidden, norm_weight, eps, update)
-            return reference.linear(normed, weight, bias), hidden
-        operands = (hidden, norm_weight, eps, weight.values, weight.scale, bias)
-        return self._fp8.norm_linear_fp8(*operands, update=update)
+            return reference.linear(self.rms_norm(hidden, norm_weight, eps, update), weight, bias)
+        normed = self._fp8.rms_norm_fp8(hidden, norm_weight, eps, update)
+        return self._fp8.linear_fp8(*normed, weight.values, weight.scale, bias)
 
     def experts(
         self,

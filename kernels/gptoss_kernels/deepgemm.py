@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gptoss_kernels import contracts
-from gptoss_kernels.contracts import Mixture, empty_scale
+from gptoss_kernels.contracts import empty_scale
 from gptoss_kernels.cuda.combine import combine
 from gptoss_kernels.cuda.dispatch_fp8 import dispatch_fp8
 from gptoss_kernels.cuda.quantise import quantise
@@ -43,7 +43,6 @@ __all__ = [
     "grouped_linear_fp8",
     "grouped_swiglu_fp8",
     "linear_fp8",
-    "norm_linear_fp8",
     "quantise",
     "quantised_linear_fp8",
     "rms_norm_fp8",
@@ -96,21 +95,6 @@ def quantised_linear_fp8(
 ) -> Tensor:
     """linear_fp8 of what quantise gives of `x` [M, K] bf16."""
     return linear_fp8(*quantise(x), weight, weight_scale, bias, residual=residual)
-
-
-def norm_linear_fp8(
-    hidden: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
-    update: Mixture | None = None,
-) -> tuple[Tensor, Tensor]:
-    """linear_fp8 of what rms_norm_fp8 gives of `hidden` [M, K] bf16, which is updated in place."""
-    normed = rms_norm_fp8(hidden, norm_weight, eps, update)
-    return linear_fp8(*normed, weight, weight_scale, bias), hidden
 
 
 def grouped_swiglu_fp8(

@@ -197,7 +197,7 @@ class Operators(CommonOperators, AttentionOperators, Protocol):
         bias: Tensor | None = None,
         *,
         update: Mixture | None = None,
-    ) -> tuple[Tensor, Tensor]: ...
+    ) -> Tensor: ...
 
     def rope_table(
         self,
@@ -246,8 +246,7 @@ class Fp8Operators(Protocol):
     one must write none of these, though one before it may:
 
     - weights, their scales and biases, of the products and of the norm;
-    - `hidden` of rms_norm, rms_norm_fp8 and norm_linear_fp8 with a mixture, and that but for its
-      outputs;
+    - `hidden` of rms_norm and rms_norm_fp8 with a mixture, and that but for its outputs;
     - `expert_start` of grouped_linear_fp8. Called right behind grouped_swiglu_fp8, as in a mixture
       of experts, it finds what dispatch_fp8 gave.
 
@@ -281,18 +280,6 @@ class Fp8Operators(Protocol):
         *,
         residual: Tensor | None = None,
     ) -> Tensor: ...
-
-    def norm_linear_fp8(
-        self,
-        hidden: Tensor,
-        norm_weight: Tensor,
-        eps: float,
-        weight: Tensor,
-        weight_scale: Tensor,
-        bias: Tensor | None = None,
-        *,
-        update: Mixture | None = None,
-    ) -> tuple[Tensor, Tensor]: ...
 
     def dispatch_fp8(self, x: Tensor, chosen: Tensor, num_experts: int) -> Dispatched: ...
 

@@ -110,13 +110,9 @@ def norm_linear(
     bias: Tensor | None = None,
     *,
     update: Mixture | None = None,
-) -> tuple[Tensor, Tensor]:
-    """linear(rms_norm(hidden, norm_weight, eps, update), weight, bias), and hidden + update
-
-    The sum is in hidden's place here. Kernels may have it elsewhere, so that hidden is nothing to
-    rely on afterwards.
-    """
-    return linear(rms_norm(hidden, norm_weight, eps, update), weight, bias), hidden
+) -> Tensor:
+    """linear(rms_norm(hidden, norm_weight, eps, update), weight, bias), hidden updated in place"""
+    return linear(rms_norm(hidden, norm_weight, eps, update), weight, bias)
 
 
 def quantise(x: Tensor, group: int = BLOCK) -> tuple[Tensor, Tensor]:
@@ -202,24 +198,6 @@ def quantised_linear_fp8(
 ) -> Tensor:
     """linear_fp8 of what quantise gives of x: [T, K] -> bf16 [T, N]"""
     return linear_fp8(*quantise(x), weight, weight_scale, bias, residual=residual)
-
-
-def norm_linear_fp8(
-    hidden: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
-    update: Mixture | None = None,
-) -> tuple[Tensor, Tensor]:
-    """linear_fp8 of what rms_norm_fp8 gives of hidden: bf16 [T, N]; and hidden + update
-
-    The sum is in hidden's place here. Kernels may have it elsewhere.
-    """
-    normed = rms_norm_fp8(hidden, norm_weight, eps, update)
-    return linear_fp8(*normed, weight, weight_scale, bias), hidden
 
 
 def _widened_groups(values: Tensor, group: int) -> Tensor:

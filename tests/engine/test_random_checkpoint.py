@@ -196,10 +196,10 @@ class Measured:
         self.ops.attention, self.ops.experts = self.attention, self.experts
         self._reference = reference
 
-    def norm_linear(self, *arguments: Any, update: Any = None) -> tuple[Tensor, Tensor]:
-        product, hidden = self._reference.norm_linear(*arguments, update=update)
+    def norm_linear(self, hidden: Tensor, *arguments: Any, update: Any = None) -> Tensor:
+        product = self._reference.norm_linear(hidden, *arguments, update=update)
         self.sizes.append(hidden.square().mean().sqrt().item())
-        return product, hidden
+        return product
 
     def norm_route(self, hidden: Tensor, *arguments: Any) -> Any:
         self.sizes.append(hidden.square().mean().sqrt().item())

@@ -605,7 +605,7 @@ class Beside:
             residual: Tensor | None = None,
             update: Mixture | None = None,
             **options: Any,
-        ) -> Tensor | Mixture | tuple[Tensor, Tensor]:
+        ) -> Tensor | Mixture:
             if update is not None:
                 arguments[0].copy_(self._reference.combine(*update, residual=arguments[0]))
             right = expected(*arguments, **options)
@@ -617,11 +617,8 @@ class Beside:
 
         return both
 
-    def _added(self, found: Tensor | Mixture | tuple[Tensor, Tensor]) -> Tensor:
-        """As it goes into the model: of norm_linear, the product."""
-        if isinstance(found, Tensor):
-            return found
-        return self._reference.combine(*found) if isinstance(found, Mixture) else found[0]
+    def _added(self, found: Tensor | Mixture) -> Tensor:
+        return self._reference.combine(*found) if isinstance(found, Mixture) else found
 
 
 class OtherExpertsBias:

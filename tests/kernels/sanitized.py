@@ -45,7 +45,6 @@ from gptoss_kernels.cuda import (
     grouped_fp8,
     linear_fp8_few,
     logprobs,
-    norm_linear_fp8,
     rope,
     sample,
     transfer,
@@ -65,7 +64,6 @@ from gptoss_kernels.cuda.grouped_linear_fp8 import grouped_linear_fp8
 from gptoss_kernels.cuda.grouped_swiglu_fp8 import grouped_swiglu_fp8
 from gptoss_kernels.cuda.linear_fp8 import LinearTile, linear_fp8
 from gptoss_kernels.cuda.linear_fp8_few import FewTile, choose_few_tile
-from gptoss_kernels.cuda.norm_linear_fp8 import NormTile
 from gptoss_kernels.cuda.norm_route import RouteTile, choice_spec, norm_route
 from gptoss_kernels.cuda.quantise import quantise
 from gptoss_kernels.cuda.quantise import spec as quantise_spec
@@ -458,35 +456,6 @@ def linear_few_calls() -> Iterator[Call]:
             tile = replace(served, has_residual=bool(residual))
             for m in {1, tile.tokens - 1}:
                 yield Call((tile.spec,), partial(error, tile, m, residual, has_bias))
-
-
-def norm_linear_calls() -> Iterator[Call]:
-    """Blocks alone and in clusters, with rows for each of them, for some, and for each in turn."""
-
-    def error(tile: NormTile, m: int) -> float:
-        n = 136 // tile.rows * tile.rows + tile.rows + 8
-        _, _, weight, weight_scale, bias = product_inputs(m, n, tile.k, BLOCK, ())
-        hidden, norm_weight = torch.randn(m, tile.k).bfloat16(), torch.rand(tile.k) + 0.5
-        update = mixture_of(m, tile.k, tile.num_chosen)
-        norm, weights = on_gpu(hidden, norm_weight), on_gpu(weight, weight_scale, bias)
-        out, total = empty_bf16(m, n), empty_bf16(m, tile.k)
-        gpu_update = Mixture(*on_gpu(*update))
-        launch = norm_linear_fp8.prepare(
-            *(tile, norm[0], norm[1], 1e-5, weights[0], weights[1], weights[2]),
-            *(gpu_update, out, total),
-        )
-        launch(torch.cuda.current_stream().cuda_stream)
-        expected = reference.norm_linear_fp8(
-            *(hidden, norm_weight, 1e-5, weight, weight_scale, bias), update=update
-        )
-        return max(norm_error(out, expected[0]), norm_error(total, expected[1]))
-
-    for model, m in product(SERVED_MODELS.values(), (1, 2, 3, 8)):
-        sizes = (model.qkv, model.hidden, NUM_BLOCKS, model.experts_per_token)
-        tile = norm_linear_fp8.choose_norm_tile(m, *sizes)
-        assert tile
-        for served in {tile, replace(tile, cluster=1), replace(tile, cluster=2)}:
-            yield Call((served.spec,), partial(error, served, m))
 
 
 def grouped_inputs(rows: tuple[int, ...], n: int, k: int, group: int) -> list[Tensor]:
@@ -884,7 +853,6 @@ OPERATORS: dict[str, Callable[[], Iterable[Call]]] = {
     "linear_fp8": partial(linear_calls, LinearTile),
     f"linear_fp8{TWIN}": partial(linear_calls, LinearWhereBothWait),
     "linear_fp8_few": linear_few_calls,
-    "norm_linear_fp8": norm_linear_calls,
     "grouped_swiglu_fp8": swiglu_calls,
     "grouped_linear_fp8": grouped_linear_calls,
     "attention_decode": partial(decode_calls, decode.DecodeTile),

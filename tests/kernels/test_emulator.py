@@ -112,8 +112,7 @@ def attention_error(sequences: list[tuple[int, int]], seed: int, change: Change 
 
 
 NARROW = LinearTile(24, m_groups=1, k_groups=2)
-LOW = LinearTile(24, m_groups=1, k_groups=2, height=16)  # slots have more than both matrices
-LOW_IN_FOUR = LinearTile(40, m_groups=1, k_groups=4, height=32)
+IN_THREE = LinearTile(40, m_groups=1, k_groups=3)
 ODD_RING = LinearTile(192, m_groups=1, k_groups=2)  # a slot is each warpgroup's in turn
 BOXES = LinearTile(128, m_groups=1, waves=2, stores_boxes=True)
 SHARED_X = LinearTile(64, m_groups=1, stores_boxes=True, cluster_n=2)
@@ -203,7 +202,7 @@ def test_dispatch(launches: Literal[1, 3, 4], seed: int) -> None:
 @SEEDS
 @pytest.mark.parametrize(
     "tile",
-    [NARROW, LOW, LOW_IN_FOUR, ODD_RING, BOXES, SHARED_X, SHARED_WEIGHT, FEW_ROWS, FEW_LONG_ROWS],
+    [NARROW, IN_THREE, ODD_RING, BOXES, SHARED_X, SHARED_WEIGHT, FEW_ROWS, FEW_LONG_ROWS],
     ids=str,
 )
 def test_linear(tile: LinearTile | FewTile, seed: int) -> None:
@@ -311,16 +310,6 @@ MUTANTS = {
         lambda *given: linear_error(NARROW, *given),
         "if (!is_first) named_sync(SUM_FREE_BARRIER + group, 256);",
         "",
-    ),
-    "a low tile stores what was multiplied in vain": (
-        lambda *given: linear_error(LOW, *given),
-        "IS_LOW ? min(arguments.M, row + X_ROWS) : arguments.M",
-        "arguments.M",
-    ),
-    "the weight lies not behind a low tile's rows": (
-        lambda *given: linear_error(LOW, *given),
-        "WEIGHT_OFFSET = IS_LOW ? X_BYTES :",
-        "WEIGHT_OFFSET = IS_LOW ? 0 :",
     ),
     "the turn before another warpgroup's is taken for the own one": (
         lambda *given: linear_error(ODD_RING, *given),

@@ -22,8 +22,6 @@ SERVED_TILES = sorted(
 # Beyond those, one for each way through the kernel that they leave out.
 OTHER_TILES = (
     LinearTile(24),
-    LinearTile(24, m_groups=1, k_groups=2, height=16),  # whose slots have more than both matrices
-    LinearTile(40, m_groups=1, k_groups=4, height=32),
     LinearTile(96),
     LinearTile(160, cluster_m=2),
     LinearTile(120, waves=2, cluster_n=2),

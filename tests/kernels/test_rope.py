@@ -376,10 +376,10 @@ WRONG_LINES = {
     "turned backwards": ("fmaf(-b, sin, a * cos)", "fmaf(b, sin, a * cos)"),
     "cosines for sines": ("row + HALF + i", "row + i"),
     "the position before": ("position * DIM", "(position ? position - 1 : 0) * DIM"),
-    "k's scale for v": ("is_key ? rope.key_scale", "true ? rope.key_scale"),
+    "k's scale for v": ("is_key ? arguments.key_scale", "true ? arguments.key_scale"),
     "the neighbouring slot": (") + offset;", ") + (offset ^ 1);"),
     "the page before": ("page * num_kv_heads", "(page ? page - 1 : 0) * num_kv_heads"),
-    "k over v": ("is_key ? rope.key_cache", "true ? rope.key_cache"),
+    "k over v": ("is_key ? arguments.key_cache", "true ? arguments.key_cache"),
     "half a head": ("*reinterpret_cast<Vector*>(pointer + HALF) = b;", ""),
     "the last query missing": ("head < num_heads) {", "head + 1 < num_heads) {"),
 }
@@ -417,8 +417,8 @@ def test_nothing_beyond_a_tensor_is_touched(dtype: torch.dtype) -> None:
 
 
 CARELESS = {
-    "any slot": ("if (!rope.has_slot(slot)) return;", ""),
-    "any position": ("uint64_t(position) < uint64_t(num_positions)", "true"),
+    "any slot": ("if (uint64_t(slot) >= uint64_t(arguments.num_slots)) return;", ""),
+    "any position": ("uint64_t(position) < uint64_t(arguments.num_positions)", "true"),
     "any token": ("is_token = token < arguments.num_tokens;", "is_token = true;"),
 }
 

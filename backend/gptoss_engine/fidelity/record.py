@@ -52,9 +52,7 @@ class Probe(ABC):
             self._see_update(hidden)
         return hidden
 
-    def norm_linear(
-        self, hidden: Tensor, *rest: Any, update: Mixture | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def norm_linear(self, hidden: Tensor, *rest: Any, update: Mixture | None = None) -> Tensor:
         if update is not None:
             hidden.copy_(self.combine(*update, residual=hidden))
         return self._ops.norm_linear(hidden, *rest)

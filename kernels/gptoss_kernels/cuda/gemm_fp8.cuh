@@ -16,9 +16,9 @@
 // Defined by whoever compiles this: BLOCK_N, STAGES, CLUSTER_M, CLUSTER_N, M_GROUPS, K_GROUPS,
 // WAVES (of 64 rows, one after the other, in each warpgroup), X_GROUP (how many of K share a scale
 // of x: 128 or 64), PARTIALS (2: one is promoted while the next is multiplied), SCALE_ROWS (how
-// many scales are loaded for 64 rows), X_ROWS (of a tile), TILE_ROWS, FIXED_BYTES (of shared
-// memory, for what the kernel adds), SHARED_BYTES, BIAS_IS_OPTIONAL (null stands for none), UNROLL
-// (blocks of K that are written out).
+// many scales are loaded for 64 rows), TILE_ROWS, FIXED_BYTES (of shared memory, for what the
+// kernel adds), SHARED_BYTES, BIAS_IS_OPTIONAL (null stands for none), UNROLL (blocks of K that are
+// written out).
 
 constexpr int BLOCK_K = 128;
 constexpr int BLOCK_M = 64 * M_GROUPS * WAVES;
@@ -33,26 +33,18 @@ constexpr int THREADS = MATH_THREADS + 128;
 constexpr int MATH_REGISTERS = MATH_GROUPS <= 2 ? 232 : MATH_GROUPS == 3 ? 160 : 112;
 constexpr int PRODUCER_REGISTERS = MATH_GROUPS <= 2 ? 40 : MATH_GROUPS == 3 ? 32 : 24;
 
-// A low tile has fewer rows than the tensor cores multiply. They take the weight, which lies behind
-// them, for the others, whose sums are not stored.
-constexpr bool IS_LOW = X_ROWS < BLOCK_M;
-constexpr int X_BYTES = X_ROWS * BLOCK_K;
+constexpr int X_BYTES = BLOCK_M * BLOCK_K;
 constexpr int WEIGHT_BYTES = BLOCK_N * BLOCK_K;
-constexpr int BOTH_BYTES = X_BYTES + WEIGHT_BYTES;
-constexpr int LOW_BYTES = BOTH_BYTES > BLOCK_M * BLOCK_K ? BOTH_BYTES : BLOCK_M * BLOCK_K;
-constexpr int X_STEP = IS_LOW ? LOW_BYTES : X_BYTES;  // from a slot to the next
-constexpr int WEIGHT_STEP = IS_LOW ? LOW_BYTES : WEIGHT_BYTES;
 constexpr int X_SCALE_BYTES = BLOCK_M / 64 * SCALE_BYTES;
 constexpr int SUM_BYTES = 64 * BLOCK_N * 4;  // of one warpgroup, in fp32
 
 constexpr int X_OFFSET = 0;
-constexpr int WEIGHT_OFFSET = IS_LOW ? X_BYTES : STAGES * X_BYTES;
-constexpr int SUM_OFFSET = STAGES * (IS_LOW ? LOW_BYTES : BOTH_BYTES);
+constexpr int WEIGHT_OFFSET = X_OFFSET + STAGES * X_BYTES;
+constexpr int SUM_OFFSET = WEIGHT_OFFSET + STAGES * WEIGHT_BYTES;
 constexpr int X_SCALE_OFFSET = SUM_OFFSET + (K_GROUPS - 1) * M_GROUPS * SUM_BYTES;
 constexpr int FULL_OFFSET = X_SCALE_OFFSET + STAGES * X_SCALE_BYTES;
 constexpr int EMPTY_OFFSET = FULL_OFFSET + STAGES * 8;
 
-static_assert(X_ROWS % 8 == 0 && (!IS_LOW || BLOCK_M == 64), "whole swizzle atoms, one product");
 static_assert(X_GROUP == 128 || X_GROUP == 64, "a scale of x covers a block of K or half of it");
 static_assert(BLOCK_N % 8 == 0 && BLOCK_N <= 256, "wgmma multiplies 8 to 256 columns");
 static_assert(CLUSTER_M == 1 || CLUSTER_N == 1, "a cluster shares one of the two loads");
@@ -147,10 +139,10 @@ struct Math {
 
     // Into partial[target]: the part'th X_GROUP of a wave's block of K.
     __device__ __forceinline__ void multiply(int wave, int part, int target) {
-        const uint32_t x = x_descriptor + ring.slot * (X_STEP / 16) +
+        const uint32_t x = x_descriptor + ring.slot * (X_BYTES / 16) +
                            wave * (M_GROUPS * 64 * BLOCK_K / 16) + part * (X_GROUP / 16);
         const uint32_t weight =
-            weight_descriptor + ring.slot * (WEIGHT_STEP / 16) + part * (X_GROUP / 16);
+            weight_descriptor + ring.slot * (WEIGHT_BYTES / 16) + part * (X_GROUP / 16);
         fence_registers(partial[target]);
         wgmma_fence();
 #pragma unroll

@@ -15,9 +15,8 @@ from gptoss_kernels.fp8 import BLOCK
 
 __all__ = ["Arguments", "Tile", "kernel", "launch"]
 
-# Of the served tiles of 64 rows the narrowest alone has room for one more, which was not timed.
+# Of the served tiles the narrowest alone has room for one more, which was not timed.
 _MAXIMUM_STAGES = 18
-_MAXIMUM_LOW_STAGES = 32  # of tiles of fewer: all of K = 4096
 # Rows that are done along all of N before the next ones: 132 blocks of 256 x 128 then cover about
 # as many columns as rows, which reads the least into L2.
 _BAND_ROWS = 2048
@@ -52,12 +51,8 @@ class Tile:
         return 0
 
     @property
-    def product_rows(self) -> int:
-        return 64 * self.m_groups * self.waves
-
-    @property
     def rows(self) -> int:
-        return self.product_rows
+        return 64 * self.m_groups * self.waves
 
     @property
     def cluster(self) -> int:
@@ -71,8 +66,7 @@ class Tile:
     def stages(self) -> int:
         """As many slots as fit: of both matrices' 128 of K, the scales and two barriers."""
         free = runtime.MAXIMUM_SHARED_BYTES - self._bytes_beside_slots
-        most = _MAXIMUM_STAGES if self.rows == self.product_rows else _MAXIMUM_LOW_STAGES
-        return min(most, free // self._slot_bytes)
+        return min(_MAXIMUM_STAGES, free // self._slot_bytes)
 
     @property
     def shared_bytes(self) -> int:
@@ -82,8 +76,7 @@ class Tile:
     def _slot_bytes(self) -> int:
         num_scales = BLOCK // self.x_group * self.scale_rows  # of 64 rows
         scales = -(-num_scales * 4 // 128) * 128
-        rows = max(self.rows + self.columns, self.product_rows)
-        return rows * BLOCK + self.product_rows // 64 * scales + 16
+        return (self.rows + self.columns) * BLOCK + self.rows // 64 * scales + 16
 
     @property
     def _bytes_beside_slots(self) -> int:
@@ -104,7 +97,6 @@ class Tile:
             "X_GROUP": self.x_group,
             "PARTIALS": self.partials,
             "SCALE_ROWS": self.scale_rows,
-            "X_ROWS": self.rows,
             "TILE_ROWS": max(1, _BAND_ROWS // (self.rows * self.cluster_m)),
             "FIXED_BYTES": self.fixed_bytes,
             "SHARED_BYTES": self.shared_bytes,

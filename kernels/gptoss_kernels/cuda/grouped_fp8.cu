@@ -252,7 +252,7 @@ __device__ __forceinline__ void load_weight(uint32_t shared, const TensorMap* we
                                             int k) {
     const uint32_t full = shared + FULL_OFFSET + slot * 8;
     barrier_expect(full, slot_bytes(job));
-    load_box(shared + WEIGHT_OFFSET + slot * WEIGHT_STEP, weight_map, full, k * BLOCK_K,
+    load_box(shared + WEIGHT_OFFSET + slot * WEIGHT_BYTES, weight_map, full, k * BLOCK_K,
              job.expert * arguments.N + job.column);
 }
 
@@ -275,7 +275,7 @@ __device__ __forceinline__ void produce(uint32_t shared, const TensorMap* x_map,
         const int num_rows = job.row_end - job.row;
         for (int k = 0; k < num_k_blocks; ++k, ring.advance(1)) {
             const uint32_t full = shared + FULL_OFFSET + ring.slot * 8;
-            const uint32_t x = shared + X_OFFSET + ring.slot * X_STEP;
+            const uint32_t x = shared + X_OFFSET + ring.slot * X_BYTES;
             const uint32_t x_scale = shared + X_SCALE_OFFSET + ring.slot * X_SCALE_BYTES;
             if (k >= num_early) {
                 barrier_wait(shared + EMPTY_OFFSET + ring.slot * 8, ring.phase ^ 1);

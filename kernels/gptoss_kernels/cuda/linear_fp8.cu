@@ -22,7 +22,6 @@ constexpr int BOX_OFFSET = (RESIDUAL_BARRIER_OFFSET + NUM_BOX_WARPS * 8 + 1023) 
 static_assert(BLOCK_N % BOX_COLUMNS == 0, "a tile has whole boxes");
 static_assert(!STORES_BOXES || BOX_OFFSET + NUM_BOX_WARPS * BOX_BYTES <= SHARED_BYTES,
               "the launch gives too little memory");
-static_assert(!IS_LOW || (!STORES_BOXES && CLUSTER == 1), "boxes and parts are of 64 rows");
 constexpr bool HAS_RESIDUAL_BOXES = HAS_RESIDUAL && STORES_BOXES;
 constexpr int RESIDUAL_BOXES = WAVES * BOXES;  // of a tile, in each warp
 constexpr int RESIDUAL_STEP = HAS_RESIDUAL_BOXES ? 4 : 32;  // blocks of K from one to the next
@@ -39,7 +38,7 @@ struct Tiles {
     int band = 0, inside;
 
     __device__ __forceinline__ Tiles(int M, int N)
-        : num_m((M + CLUSTER_M * X_ROWS - 1) / (CLUSTER_M * X_ROWS)),
+        : num_m((M + CLUSTER_M * BLOCK_M - 1) / (CLUSTER_M * BLOCK_M)),
           num_n((N + CLUSTER_N * BLOCK_N - 1) / (CLUSTER_N * BLOCK_N)),
           inside(blockIdx.x / CLUSTER) {
         settle();
@@ -62,7 +61,7 @@ struct Tiles {
         const int cluster_column = rows == TILE_ROWS ? inside / TILE_ROWS : inside / rows;
         const int cluster_row = band * TILE_ROWS + inside - cluster_column * rows;
         const int rank = CLUSTER > 1 ? cluster_rank() : 0;
-        row = (cluster_row * CLUSTER_M + (CLUSTER_M > 1 ? rank : 0)) * X_ROWS;
+        row = (cluster_row * CLUSTER_M + (CLUSTER_M > 1 ? rank : 0)) * BLOCK_M;
         column = (cluster_column * CLUSTER_N + (CLUSTER_N > 1 ? rank : 0)) * BLOCK_N;
     }
 };
@@ -83,7 +82,7 @@ __device__ __forceinline__ void produce(uint32_t shared, const TensorMap* x_map,
         const int part = CLUSTER_M > 1 ? rank : 0;
         barrier_expect(full, slot_bytes);
         load<CLUSTER_M != 1>(
-            shared + WEIGHT_OFFSET + slot * WEIGHT_STEP + part * (WEIGHT_BYTES / CLUSTER_M),
+            shared + WEIGHT_OFFSET + slot * WEIGHT_BYTES + part * (WEIGHT_BYTES / CLUSTER_M),
             weight_map, full, k * BLOCK_K, column + part * (BLOCK_N / CLUSTER_M));
     };
     auto load_x = [&](int slot, int row, int k) {
@@ -91,7 +90,7 @@ __device__ __forceinline__ void produce(uint32_t shared, const TensorMap* x_map,
         const int part = CLUSTER_N > 1 ? rank : 0;
         row += part * (BLOCK_M / CLUSTER_N);
         load<CLUSTER_N != 1>(
-            shared + X_OFFSET + slot * X_STEP + part * (X_BYTES / CLUSTER_N), x_map, full,
+            shared + X_OFFSET + slot * X_BYTES + part * (X_BYTES / CLUSTER_N), x_map, full,
             k * BLOCK_K, row);
         load<CLUSTER_N != 1>(
             shared + X_SCALE_OFFSET + slot * X_SCALE_BYTES + part * (X_SCALE_BYTES / CLUSTER_N),
@@ -137,11 +136,6 @@ struct LinearMath : Math {
           box_place(!STORES_BOXES
                         ? 0
                         : same_in_warp(shared + BOX_OFFSET + threadIdx.x / 32 * BOX_BYTES)) {}
-
-    // Of a tile's rows.
-    __device__ __forceinline__ int row_end(int row) const {
-        return IS_LOW ? min(arguments.M, row + X_ROWS) : arguments.M;
-    }
 
     // Where a row's 16 bytes number `unit` are in a box: swizzled as the copy engine does it.
     __device__ __forceinline__ uint32_t in_box(int row, int unit) const {
@@ -226,7 +220,7 @@ struct LinearMath : Math {
             for (int half = 0; half < 2; ++half) {
                 const int out_row = row + row_in_block + wave * M_GROUPS * 64 + half * 8;
                 const int first_column = column + lane % 4 * 2;
-                const int num_columns = out_row < row_end(row) ? arguments.N - first_column : 0;
+                const int num_columns = out_row < arguments.M ? arguments.N - first_column : 0;
                 const unsigned short* residual =
                     linear.residual + first_column +
                     static_cast<long long>(out_row) * linear.residual_stride;
@@ -270,7 +264,7 @@ struct LinearMath : Math {
             if constexpr (STORES_BOXES)
                 store_boxes(wave, row, column);
             else
-                store(wave, row, row_end(row), column);
+                store(wave, row, arguments.M, column);
         } else {
             hand_over(is_first);
         }

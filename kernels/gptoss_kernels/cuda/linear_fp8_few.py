@@ -1,4 +1,4 @@
-"""linear_fp8 of few rows: tile and launch of linear_fp8_few.cu.
+"""linear_fp8 of few rows: tile and launch of cuda/linear_fp8_few.cu.
 
 Bound by reading the weight, which is sent for before the kernel waits for those before it.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -35,8 +34,6 @@ class FewTile:
     quantises: bool = False
     has_residual: bool = False
 
-    x_in_shared: ClassVar[bool] = False  # where the kernel makes it by itself
-
     @property
     def groups(self) -> int:
         """Of 128 columns, for each warp."""
@@ -52,21 +49,19 @@ class FewTile:
 
     @property
     def shared_bytes(self) -> int:
-        """The weight's rows, what each warp has of x and its sums, a barrier for x and each 16."""
+        """The weight's rows, each warp's sums of them, a barrier for each 16."""
         pitch = self.k + (192 - self.k % 128) % 128
-        sums = self.tokens * (self.rows + 4) * 4
-        x = self.tokens * self.groups * (BLOCK + 4) * self.x_in_shared
-        barriers = -(-self.rows // 16) + self.x_in_shared
-        return self.rows * pitch + self.warps * max(sums, x) + barriers * 8
+        sums = self.warps * self.tokens * (self.rows + 4) * 4
+        return self.rows * pitch + sums + -(-self.rows // 16) * 8
 
     @property
     def defines(self) -> dict[str, int]:
         return {
             "K": self.k,
-            "COLUMNS": self.rows,
+            "ROWS": self.rows,
             "TOKENS": self.tokens,
             "WARPS": self.warps,
-            "X_IN_SHARED": int(self.x_in_shared),
+            "QUANTISES": int(self.quantises),
             "HAS_RESIDUAL": int(self.has_residual),
             "SHARED_BYTES": self.shared_bytes,
         }
@@ -75,8 +70,8 @@ class FewTile:
     def spec(self) -> runtime.KernelSpec:
         return runtime.KernelSpec(
             "linear_fp8_few",
-            files=("mma.cuh", "linear_fp8_few.cuh", "linear_fp8_few.cu"),
-            defines=(*self.defines.items(), ("QUANTISES", int(self.quantises))),
+            files=("mma.cuh", "linear_fp8_few.cu"),
+            defines=tuple(self.defines.items()),
             shared_bytes=self.shared_bytes,
             variant=runtime.variant_of(self, f"K={self.k} rows={self.rows}", "k", "rows"),
         )
@@ -117,8 +112,6 @@ def choose_few_tile(m: int, n: int, k: int, num_blocks: int) -> FewTile | None:
 
 
 class Arguments(ctypes.Structure):
-    """As linear_fp8_few.cuh has it."""
-
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "x_scale", "weight", "weight_scale", "bias")),
         *((name, ctypes.c_void_p) for name in ("residual", "out")),
@@ -126,27 +119,6 @@ class Arguments(ctypes.Structure):
         *((name, ctypes.c_longlong) for name in ("x_stride", "x_scale_stride", "weight_stride")),
         *((name, ctypes.c_longlong) for name in ("residual_stride", "out_stride")),
     )
-
-    @classmethod
-    def of(
-        cls,
-        x: Tensor,
-        x_scale: Tensor | None,
-        weight: Tensor,
-        weight_scale: Tensor,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        out: Tensor,
-    ) -> Arguments:
-        given = (x, x_scale, weight, weight_scale, bias, residual, out)
-        return cls(
-            *(None if tensor is None else tensor.data_ptr() for tensor in given),
-            *(len(x), len(weight), x.stride(0)),
-            0 if x_scale is None else x_scale.stride(1),
-            weight.stride(0),
-            0 if residual is None else residual.stride(0),
-            out.stride(0),
-        )
 
 
 def prepare(
@@ -164,9 +136,18 @@ def prepare(
     fits = k == tile.k and m <= tile.tokens and tile.quantises == (x_scale is None)
     if not (fits and tile.is_possible):
         raise ValueError(f"{tile} is not for {m} rows of x and K={k}")
+    given = (x, x_scale, weight, weight_scale, bias, residual, out)
+    arguments = Arguments(
+        *(None if tensor is None else tensor.data_ptr() for tensor in given),
+        *(m, n, x.stride(0)),
+        0 if x_scale is None else x_scale.stride(1),
+        weight.stride(0),
+        0 if residual is None else residual.stride(0),
+        out.stride(0),
+    )
     return runtime.Launch(
         runtime.load(tile.spec, x.device.index),
         grid=-(-n // tile.rows),
         threads=tile.threads,
-        arguments=(Arguments.of(x, x_scale, weight, weight_scale, bias, residual, out),),
+        arguments=(arguments,),
     )

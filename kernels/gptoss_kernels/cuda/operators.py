@@ -12,7 +12,6 @@ from gptoss_kernels.cuda.grouped_linear_fp8 import grouped_linear_fp8
 from gptoss_kernels.cuda.grouped_swiglu_fp8 import grouped_swiglu_fp8
 from gptoss_kernels.cuda.linear_fp8 import linear_fp8, quantised_linear_fp8
 from gptoss_kernels.cuda.logprobs import logprobs
-from gptoss_kernels.cuda.norm_linear_fp8 import norm_linear_fp8
 from gptoss_kernels.cuda.norm_route import norm_route
 from gptoss_kernels.cuda.quantise import quantise
 from gptoss_kernels.cuda.rms_norm_fp8 import rms_norm, rms_norm_fp8
@@ -34,7 +33,6 @@ __all__ = [
     "library",
     "linear_fp8",
     "logprobs",
-    "norm_linear_fp8",
     "norm_route",
     "quantise",
     "quantised_linear_fp8",

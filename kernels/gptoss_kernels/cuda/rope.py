@@ -68,53 +68,26 @@ def spec(*, is_fp8: bool) -> runtime.KernelSpec:
     """For any model and number of tokens."""
     return runtime.KernelSpec(
         "rope_and_cache_write",
-        files=("rope.cuh", "rope.cu"),
+        files=("rope.cu",),
         defines=(("THREADS", _THREADS), ("FP8", int(is_fp8))),
         variant="e4m3" if is_fp8 else "bf16",
     )
 
 
-class RopeArguments(ctypes.Structure):
-    """As rope.cuh has it."""
-
+class _Arguments(ctypes.Structure):
     _fields_ = (
         *(
             (name, ctypes.c_void_p)
             for name in (
-                *("positions", "rope_table", "key_cache", "value_cache", "slots"),
+                *("qkv", "positions", "rope_table", "key_cache", "value_cache", "slots"),
                 *("key_scale", "value_scale", "query"),
             )
         ),
-        *((name, ctypes.c_int) for name in ("num_heads", "num_kv_heads", "page_shift")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("num_tokens", "num_heads", "num_kv_heads", "page_shift")
+        ),
         *((name, ctypes.c_longlong) for name in ("num_positions", "num_slots")),
-    )
-
-    @classmethod
-    def of(
-        cls,
-        positions: Tensor,
-        rope_table: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        slot_mapping: Tensor,
-        key_scale: Tensor | None,
-        value_scale: Tensor | None,
-        query: Tensor,
-    ) -> RopeArguments:
-        given = (positions, rope_table, key_cache, value_cache, slot_mapping)
-        num_pages, num_kv_heads, page_size, _ = key_cache.shape
-        return cls(
-            *(None if x is None else x.data_ptr() for x in (*given, key_scale, value_scale, query)),
-            *(query.shape[1], num_kv_heads, page_size.bit_length() - 1),
-            *(rope_table.shape[0], num_pages * page_size),
-        )
-
-
-class _Arguments(ctypes.Structure):
-    _fields_ = (
-        ("rope", RopeArguments),
-        ("qkv", ctypes.c_void_p),
-        ("num_tokens", ctypes.c_int),
     )
 
 
@@ -129,13 +102,26 @@ def _prepare(
     value_scale: Tensor | None,
     out: Tensor,
 ) -> runtime.Launch:
-    given = (positions, rope_table, key_cache, value_cache, slot_mapping, key_scale, value_scale)
-    contracts.check_rope_inputs(qkv, *given, out)
+    given = (qkv, positions, rope_table, key_cache, value_cache, slot_mapping)
+    contracts.check_rope_inputs(*given, key_scale, value_scale, out)
     contracts.check_gpu(qkv, "qkv")
-    num_threads = qkv.numel() // HEAD_DIM * _LANES
+    num_tokens, num_heads, _ = out.shape
+    num_pages, num_kv_heads, page_size, _ = key_cache.shape
+    num_threads = num_tokens * (num_heads + 2 * num_kv_heads) * _LANES
     return runtime.Launch(
         runtime.load(spec(is_fp8=key_cache.dtype == E4M3), qkv.device.index),
         grid=-(-num_threads // _THREADS),
         threads=_THREADS,
-        arguments=(_Arguments(RopeArguments.of(*given, out), qkv.data_ptr(), len(qkv)),),
+        arguments=(
+            _Arguments(
+                *(tensor.data_ptr() for tensor in given),
+                *(
+                    None if scale is None else scale.data_ptr()
+                    for scale in (key_scale, value_scale)
+                ),
+                out.data_ptr(),
+                *(num_tokens, num_heads, num_kv_heads, page_size.bit_length() - 1),
+                *(rope_table.shape[0], num_pages * page_size),
+            ),
+        ),
     )

@@ -80,8 +80,6 @@ def row_spec(name: str, layout: RowLayout, **defines: int) -> KernelSpec:
         shared.append("dispatch.cuh")
     elif defines.get("CHOSEN"):
         shared.append("mixture.cuh")
-    if name == "rms_norm_fp8":
-        shared.append("norm.cuh")
     variant = f"{layout.rows}x{layout.warps}x{layout.vectors}"
     return KernelSpec(
         name,

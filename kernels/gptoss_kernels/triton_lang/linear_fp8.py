@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from gptoss_kernels import contracts
-from gptoss_kernels.contracts import Mixture
 from gptoss_kernels.triton_lang import device
 from gptoss_kernels.triton_lang.gemm_fp8 import (
     Tile,
@@ -27,7 +26,6 @@ from gptoss_kernels.triton_lang.gemm_fp8 import (
     store_sums,
 )
 from gptoss_kernels.triton_lang.quantise import quantise
-from gptoss_kernels.triton_lang.rms_norm_fp8 import rms_norm_fp8
 
 _BAND_ROWS = 1024
 
@@ -92,21 +90,6 @@ def quantised_linear_fp8(
 ) -> Tensor:
     """linear_fp8 of what quantise gives of `x` [M, K] bf16."""
     return linear_fp8(*quantise(x), weight, weight_scale, bias, residual=residual)
-
-
-def norm_linear_fp8(
-    hidden: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
-    update: Mixture | None = None,
-) -> tuple[Tensor, Tensor]:
-    """linear_fp8 of what rms_norm_fp8 gives of `hidden` [M, K] bf16, which is updated in place."""
-    normed = rms_norm_fp8(hidden, norm_weight, eps, update)
-    return linear_fp8(*normed, weight, weight_scale, bias), hidden
 
 
 def choose_tile(m: int) -> Tile:

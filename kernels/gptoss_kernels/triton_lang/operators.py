@@ -6,11 +6,7 @@ from gptoss_kernels.triton_lang.dispatch_fp8 import dispatch_fp8
 from gptoss_kernels.triton_lang.experts_fp8 import experts_fp8
 from gptoss_kernels.triton_lang.grouped_linear_fp8 import grouped_linear_fp8
 from gptoss_kernels.triton_lang.grouped_swiglu_fp8 import grouped_swiglu_fp8
-from gptoss_kernels.triton_lang.linear_fp8 import (
-    linear_fp8,
-    norm_linear_fp8,
-    quantised_linear_fp8,
-)
+from gptoss_kernels.triton_lang.linear_fp8 import linear_fp8, quantised_linear_fp8
 from gptoss_kernels.triton_lang.quantise import quantise
 from gptoss_kernels.triton_lang.rms_norm_fp8 import rms_norm_fp8
 from gptoss_kernels.triton_lang.rope import rope_and_cache_write
@@ -23,7 +19,6 @@ __all__ = [
     "grouped_linear_fp8",
     "grouped_swiglu_fp8",
     "linear_fp8",
-    "norm_linear_fp8",
     "quantise",
     "quantised_linear_fp8",
     "rms_norm_fp8",
