@@ -413,7 +413,7 @@ def linear_calls(tile_class: type[LinearTile]) -> Iterator[Call]:
         # 13 tiles each way: more than blocks, and an odd last one in either direction of a cluster.
         several = (12 * tile.rows + 3, 12 * tile.columns + 8, 272)
         for shape, options in (
-            ((1, 8, 144), (("", True), ("in place", False))),
+            ((1, 8, 16 + 128 * max(1, tile.k_groups - 1)), (("", True), ("in place", False))),
             ((130, 360, 400), (("", False), ("in place", True), ("elsewhere", True))),
             (several, (("", True), ("in place", False))),
             (LONG_SUMS, (("", True),)),
