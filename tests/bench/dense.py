@@ -26,7 +26,11 @@ SHAPES = ((5120, 2880), (2880, 4096))
 TOKENS = (1, 8, 64, 128, 512, 1024, 2048, 8192, 32768)
 # By the largest number of tokens that they are tried for.
 SWEPT_TILES = {
-    64: tuple(LinearTile(columns, m_groups=1, k_groups=2) for columns in (24, 32, 40, 48, 64, 80)),
+    64: tuple(
+        LinearTile(columns, m_groups=1, k_groups=k_groups)
+        for k_groups in (2, 3)
+        for columns in (24, 32, 40, 48, 64, 80)
+    ),
     1024: (
         *(LinearTile(columns, m_groups=1, k_groups=2) for columns in (32, 48, 64, 80, 184, 192)),
         *(LinearTile(columns) for columns in (24, 32, 40, 48, 64, 88, 96, 128, 160, 192)),
