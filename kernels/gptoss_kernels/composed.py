@@ -1,7 +1,7 @@
 """The model's operators over FP8 products and attention of any implementation.
 
-All else is the reference's. Weights that are not FP8 are multiplied by the reference, on whatever
-device they are.
+All else, products of plain weights too, is what stands beside them: ours for Hopper, or the
+reference's. It alone multiplies experts that are not FP8, on whatever device they are.
 """
 
 import torch
@@ -36,6 +36,7 @@ class ComposedOperators:
         self.embedding = common.embedding
         self.rms_norm = common.rms_norm
         self.norm_route = common.norm_route
+        self._linear = common.linear
         self.select_rows = common.select_rows
         self.sample = common.sample
         self.logprobs = common.logprobs
@@ -52,7 +53,7 @@ class ComposedOperators:
     ) -> Tensor:
         """reference.linear"""
         if not isinstance(weight, Fp8Weight):
-            return reference.linear(x, weight, bias, residual=residual)
+            return self._linear(x, weight, bias, residual=residual)
         operands = (x, weight.values, weight.scale, bias)
         return self._fp8.quantised_linear_fp8(*operands, residual=residual)
 
@@ -68,7 +69,7 @@ class ComposedOperators:
     ) -> Tensor:
         """reference.norm_linear"""
         if not isinstance(weight, Fp8Weight):
-            return reference.linear(self.rms_norm(hidden, norm_weight, eps, update), weight, bias)
+            return self._linear(self.rms_norm(hidden, norm_weight, eps, update), weight, bias)
         normed = self._fp8.rms_norm_fp8(hidden, norm_weight, eps, update)
         return self._fp8.linear_fp8(*normed, weight.values, weight.scale, bias)
 

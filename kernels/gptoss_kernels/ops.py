@@ -125,9 +125,9 @@ class AttentionOperators(Protocol):
 class CommonOperators(Protocol):
     """What neither multiplies FP8 nor attends: one protocol, the reference's and ours for Hopper.
 
-    All run on the current stream and tell the host nothing. What norm_route and rms_norm are given
-    as weights and bias, the launch just before must not write. `sample` gives the same tokens,
-    whoever implements it.
+    All run on the current stream and tell the host nothing. What norm_route, rms_norm and linear
+    are given as weights and bias, the launch just before must not write. `sample` gives the same
+    tokens, whoever implements it.
     """
 
     def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor: ...
@@ -145,6 +145,15 @@ class CommonOperators(Protocol):
         bias: Tensor,
         num_chosen: int,
     ) -> Routed: ...
+
+    def linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        residual: Tensor | None = None,
+    ) -> Tensor: ...
 
     def select_rows(self, hidden: Tensor, rows: Tensor) -> Tensor: ...
 

@@ -1,4 +1,4 @@
-"""The operators that feed the products: each bound by memory, two of them beside PyTorch's.
+"""The operators beside the FP8 products: each bound by memory, some of them beside PyTorch's.
 
 The floor is that of a copy of as many bytes.
 """
@@ -15,13 +15,14 @@ from served import HIDDEN, TOP
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
+from gptoss_kernels.cuda.linear import MAXIMUM_ROWS
 from gptoss_kernels.fp8 import BLOCK
 from gptoss_kernels.ops import load_common, load_fp8
 
 TOKENS = (1, 8, 32, 128, 512, 2048, 8192, 32768, 131072)
 VOCABULARY = 201_088
 OF_A_MODEL = ("dispatch_fp8", "norm_route")  # which depend on its number of experts
-COMMON = ("norm_route", "embedding")
+COMMON = ("norm_route", "embedding", "lm_head")
 
 Inputs = Callable[[int], tuple[object, ...]]
 
@@ -61,10 +62,14 @@ def activation_calls(tokens: int, num_experts: int) -> dict[str, tuple[dict[str,
         ),
         "embedding": (lambda i: (token_ids[i], table), tokens * (2 * wide + 8)),
     }
+    if tokens <= MAXIMUM_ROWS:
+        num_bytes = (VOCABULARY + tokens) * wide + 2 * tokens * VOCABULARY
+        arguments["lm_head"] = (lambda i: (x[i], table), num_bytes)
     found = {}
     for name, (make, num_bytes) in arguments.items():
         operators = load_common("cuda") if name in COMMON else load_fp8("cuda")
-        calls = {OURS: tried(name, partial(ready, getattr(operators, name), make))}
+        operator = getattr(operators, "linear" if name == "lm_head" else name)
+        calls = {OURS: tried(name, partial(ready, operator, make))}
         if name in PEERS:
             peer = f"PyTorch, torch {torch.__version__}"
             calls[peer] = tried(peer, partial(ready, PEERS[name], make))
@@ -85,6 +90,7 @@ def norm_route_by_torch(
 PEERS: dict[str, Callable[..., object]] = {
     "norm_route": norm_route_by_torch,
     "embedding": lambda token_ids, table: table.index_select(0, token_ids),
+    "lm_head": linear,
 }
 
 

@@ -20,7 +20,10 @@ from typing import Any
 from measuring import PEAK_BYTES, PEAK_FLOPS
 
 RESULTS = Path(__file__).parent / "results"
-ACTIVATIONS = ("quantise", "rms_norm_fp8", "norm_route", "dispatch_fp8", "combine", "embedding")
+ACTIVATIONS = (
+    *("quantise", "rms_norm_fp8", "norm_route", "dispatch_fp8", "combine", "embedding"),
+    "lm_head",
+)
 ATTENTION = ("attention_prefill", "attention_decode")
 SAMPLING = ("sample", "logprobs")
 BENCHMARKS = ("linear", "moe_gemm", *ACTIVATIONS, "rope_and_cache_write", *ATTENTION, *SAMPLING)

@@ -62,6 +62,7 @@ from gptoss_kernels.cuda.few_rows_fp8 import FewRowsTile
 from gptoss_kernels.cuda.grouped_fp8 import GroupedTile
 from gptoss_kernels.cuda.grouped_linear_fp8 import grouped_linear_fp8
 from gptoss_kernels.cuda.grouped_swiglu_fp8 import grouped_swiglu_fp8
+from gptoss_kernels.cuda.linear import MAXIMUM_ROWS, RowsTile, linear
 from gptoss_kernels.cuda.linear_fp8 import LinearTile, linear_fp8
 from gptoss_kernels.cuda.linear_fp8_few import FewTile, choose_few_tile
 from gptoss_kernels.cuda.norm_route import RouteTile, choice_spec, norm_route
@@ -421,6 +422,23 @@ def linear_calls(tile_class: type[LinearTile]) -> Iterator[Call]:
             for residual, has_bias in options:
                 spec = replace(tile, has_residual=bool(residual)).spec
                 yield Call((spec,), partial(error, tile, *shape, residual, has_bias))
+
+
+def linear_rows_calls() -> Iterator[Call]:
+    """Blocks go round their rings of slots, some once more than the others."""
+
+    def error(m: int, n: int, k: int) -> float:
+        x, weight = torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16()
+        gpu_x, gpu_weight = on_gpu(x, weight)
+        out = linear(gpu_x, gpu_weight, out=empty_bf16(m, n))
+        return norm_error(out, reference.linear(x, weight))
+
+    for k in sorted({model.hidden for model in SERVED_MODELS.values()}):
+        for tokens in range(8, MAXIMUM_ROWS + 1, 8):
+            tile = RowsTile(k, tokens)
+            n = 8 * (NUM_BLOCKS * (tile.stages + 2) - 9)
+            for m in (tokens - 7, tokens - 1):
+                yield Call((tile.spec,), partial(error, m, n, k))
 
 
 def linear_few_calls() -> Iterator[Call]:
@@ -853,6 +871,7 @@ OPERATORS: dict[str, Callable[[], Iterable[Call]]] = {
     "linear_fp8": partial(linear_calls, LinearTile),
     f"linear_fp8{TWIN}": partial(linear_calls, LinearWhereBothWait),
     "linear_fp8_few": linear_few_calls,
+    "linear": linear_rows_calls,
     "grouped_swiglu_fp8": swiglu_calls,
     "grouped_linear_fp8": grouped_linear_calls,
     "attention_decode": partial(decode_calls, decode.DecodeTile),

@@ -19,6 +19,7 @@ from gptoss_kernels.cuda.compiler import Cubin, KernelSpec, wgmma_source
 from gptoss_kernels.cuda.dispatch_fp8 import specs as dispatch_specs
 from gptoss_kernels.cuda.few_rows_fp8 import MAXIMUM_ROWS, FewRowsTile
 from gptoss_kernels.cuda.grouped_fp8 import choose_tile as choose_grouped_tile
+from gptoss_kernels.cuda.linear import choose_tile as choose_rows_tile
 from gptoss_kernels.cuda.linear_fp8 import choose as choose_linear_tile
 from gptoss_kernels.cuda.linear_fp8_few import FewTile
 from gptoss_kernels.cuda.logprobs import spec as logprobs_spec
@@ -87,6 +88,10 @@ def test_what_is_served_is_what_operators_choose() -> None:
             assert rms_norm_spec(layout, is_fp8=is_fp8, num_chosen=chosen) in served
         assert combine_spec(choose_combine_layout(m, 2880, 4), 4) in served
         assert {select_rows_spec(layout, row_type) for row_type in ROW_BYTES} <= served
+    for m, k in product((1, 8, 9, 32), (2880, 320, 128)):
+        rows_tile = choose_rows_tile(m, 201_088, k)
+        assert rows_tile is not None
+        assert rows_tile.spec in served
     for has_residual in (False, True):
         quantising = FewTile(4096, 16, quantises=True, has_residual=has_residual)
         assert quantising.spec in served

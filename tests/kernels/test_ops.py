@@ -1,5 +1,6 @@
 import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,6 +102,20 @@ def test_composed_operators_compute_what_the_reference_does(num_tokens: int):
     if num_tokens:
         found = composed.combine(*composed.experts(*arguments, **options))
         assert not torch.allclose(found, expected)
+
+
+def test_plain_weights_are_multiplied_by_what_stands_beside_the_fp8_operators():
+    def linear(*operands: Any, **options: Any) -> torch.Tensor:
+        return reference.linear(*operands, **options) + 1
+
+    common: Any = SimpleNamespace(**{**vars(reference), "linear": linear})
+    composed = ComposedOperators(reference, reference, common)
+    x, weight, norm_weight = torch.randn(3, 192), torch.randn(136, 192), torch.rand(192)
+    options: dict[str, Any] = {"residual": torch.randn(3, 136)}
+    expected = reference.linear(x, weight, **options) + 1
+    assert torch.equal(composed.linear(x, weight, **options), expected)
+    expected = reference.norm_linear(x, norm_weight, 1e-5, weight) + 1
+    assert torch.equal(composed.norm_linear(x, norm_weight, 1e-5, weight), expected)
 
 
 @pytest.mark.parametrize("has_residual", [False, True])

@@ -83,6 +83,7 @@ def served_kernels() -> tuple[KernelSpec, ...]:
 
 
 def _dense(model: ModelSizes) -> Iterator[KernelSpec]:
+    from gptoss_kernels.cuda import linear
     from gptoss_kernels.cuda.linear_fp8 import MAXIMUM_QUANTISED_ROWS, choose
     from gptoss_kernels.cuda.linear_fp8_few import FewTile
 
@@ -94,6 +95,10 @@ def _dense(model: ModelSizes) -> Iterator[KernelSpec]:
     quantising = {replace(tile, quantises=True) for tile in few if tile.k == model.attention}
     for tile, has_residual in product(tiles | quantising, (False, True)):
         yield replace(tile, has_residual=has_residual).spec
+    for tokens in range(1, linear.MAXIMUM_ROWS + 1):
+        rows_tile = linear.choose_tile(tokens, model.vocabulary, model.hidden)
+        assert rows_tile is not None
+        yield rows_tile.spec
 
 
 def _grouped(model: ModelSizes) -> Iterator[KernelSpec]:

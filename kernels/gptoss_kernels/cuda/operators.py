@@ -10,6 +10,7 @@ from gptoss_kernels.cuda.dispatch_fp8 import dispatch_fp8
 from gptoss_kernels.cuda.experts_fp8 import experts_fp8
 from gptoss_kernels.cuda.grouped_linear_fp8 import grouped_linear_fp8
 from gptoss_kernels.cuda.grouped_swiglu_fp8 import grouped_swiglu_fp8
+from gptoss_kernels.cuda.linear import linear
 from gptoss_kernels.cuda.linear_fp8 import linear_fp8, quantised_linear_fp8
 from gptoss_kernels.cuda.logprobs import logprobs
 from gptoss_kernels.cuda.norm_route import norm_route
@@ -31,6 +32,7 @@ __all__ = [
     "grouped_linear_fp8",
     "grouped_swiglu_fp8",
     "library",
+    "linear",
     "linear_fp8",
     "logprobs",
     "norm_route",
