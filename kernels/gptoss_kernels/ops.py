@@ -256,11 +256,10 @@ class Fp8Operators(Protocol):
 
     - weights, their scales and biases, of the products and of the norm;
     - `hidden` of rms_norm and rms_norm_fp8 with a mixture, and that but for its outputs;
-    - `expert_start` of grouped_linear_fp8. Called right behind grouped_swiglu_fp8, as in a mixture
-      of experts, it finds what dispatch_fp8 gave.
+    - `expert_start` of grouped_linear_fp8. Called right behind grouped_swiglu_fp8, as experts_fp8
+      does, it finds what dispatch_fp8 gave.
 
-    Two layers of experts must not be under way at once on one GPU, on two streams: for few rows
-    they share memory. Nothing is differentiated: gradients neither flow nor are refused.
+    Nothing is differentiated: gradients neither flow nor are refused.
     """
 
     def quantise(self, x: Tensor, group: int = BLOCK) -> tuple[Tensor, Tensor]: ...

@@ -10,7 +10,7 @@ own; racecheck sees shared memory alone. Every result is compared with reference
 does nothing fails. The bound is wide: precision is for the tests beside this file.
 
 racecheck does not follow two ways in which kernels as they are served say that memory is free, or
-filled: one lane of a warp speaks for all (few_rows_fp8, attention), or threads arrive at a named
+filled: one lane of a warp speaks for all (experts_fp8_few, attention), or threads arrive at a named
 barrier and do not wait there (linear_fp8). The same kernels where each lane speaks for itself, or
 all wait (sanitized.twin_of), have rows of their own. A report of a served one that has nothing but
 races of stores with loads is known if its twin's is empty in the same run: what else there may be,

@@ -41,7 +41,6 @@ from gptoss_kernels.contracts import (
 from gptoss_kernels.cuda import attention_decode as decode
 from gptoss_kernels.cuda import attention_prefill as prefill
 from gptoss_kernels.cuda import (
-    few_rows_fp8,
     grouped_fp8,
     linear_fp8_few,
     logprobs,
@@ -57,8 +56,8 @@ from gptoss_kernels.cuda.combine import spec as combine_spec
 from gptoss_kernels.cuda.compiler import KernelSpec
 from gptoss_kernels.cuda.dispatch_fp8 import dispatch_fp8
 from gptoss_kernels.cuda.dispatch_fp8 import specs as dispatch_specs
-from gptoss_kernels.cuda.experts_fp8 import ExpertsTile, experts_fp8_few
-from gptoss_kernels.cuda.few_rows_fp8 import FewRowsTile
+from gptoss_kernels.cuda.experts_fp8 import FewExpertsTile, experts_fp8_few
+from gptoss_kernels.cuda.experts_fp8 import tiles as few_tiles
 from gptoss_kernels.cuda.grouped_fp8 import GroupedTile
 from gptoss_kernels.cuda.grouped_linear_fp8 import grouped_linear_fp8
 from gptoss_kernels.cuda.grouped_swiglu_fp8 import grouped_swiglu_fp8
@@ -337,7 +336,7 @@ def product_inputs(rows: int, n: int, k: int, group: int, experts: tuple[int, ..
 
 def twin_of(served: KernelSpec, difference: str, changes: Iterable[tuple[str, str]]) -> KernelSpec:
     """The same kernel but for `changes`, each of a place that is there once."""
-    folder = Path(few_rows_fp8.__file__).parent
+    folder = Path(grouped_fp8.__file__).parent
     text = "".join((folder / name).read_text() for name in served.files)
     for old, new in changes:
         if text.count(old) != 1:
@@ -487,42 +486,19 @@ GROUPED_SHAPES = (  # rows of each expert, inner size, K
     ((0, 257, 0, 65), 48, 2880),  # a tile's sums go round the ring of slots
     ((33,) * 40, 400, 144),
 )
-# Rows of each expert, and inner size; of the last a block goes round its ring of slots.
-FEW_ROWS = (
-    ((1, 0, 1, 1, 0, 1), 176),
-    ((0, 9, 7, 0), 176),
-    ((3, 0, 8, 0, 5), 176),
-    ((1,) * 16, 400),
-)
 
 
-def swiglu_error(
-    rows: tuple[int, ...], inner: int, k: int, group: int, tile: GroupedTile | FewRowsTile
-) -> float:
+def swiglu_error(rows: tuple[int, ...], inner: int, k: int, group: int, tile: GroupedTile) -> float:
     inputs = grouped_inputs(rows, 2 * inner, k, BLOCK)
     out = empty_fp8(sum(rows), inner, group)
-    gpu_inputs = on_gpu(*inputs)
-    if isinstance(tile, FewRowsTile):
-        tensors = [*gpu_inputs, *out]
-        launch = few_rows_fp8.prepare(tile, *tensors, **SWIGLU)
-        launch(torch.cuda.current_stream().cuda_stream)
-    else:
-        grouped_swiglu_fp8(*gpu_inputs, **SWIGLU, group=group, out=out, tile=tile)
+    grouped_swiglu_fp8(*on_gpu(*inputs), **SWIGLU, group=group, out=out, tile=tile)
     return fp8_error(out, reference.grouped_swiglu_fp8(*inputs, **SWIGLU, group=group))
 
 
-def linear_error(
-    rows: tuple[int, ...], n: int, k: int, group: int, tile: GroupedTile | FewRowsTile
-) -> float:
+def linear_error(rows: tuple[int, ...], n: int, k: int, group: int, tile: GroupedTile) -> float:
     inputs = grouped_inputs(rows, n, k, group)
     out = empty_bf16(sum(rows), n)
-    gpu_inputs = on_gpu(*inputs)
-    if isinstance(tile, FewRowsTile):
-        tensors = [*gpu_inputs, out]
-        launch = few_rows_fp8.prepare(tile, *tensors)
-        launch(torch.cuda.current_stream().cuda_stream)
-    else:
-        grouped_linear_fp8(*gpu_inputs, out=out, tile=tile)
+    grouped_linear_fp8(*on_gpu(*inputs), out=out, tile=tile)
     return norm_error(out, reference.grouped_linear_fp8(*inputs))
 
 
@@ -559,62 +535,55 @@ SUMS_ARRIVE = (
 )
 
 
-@dataclass(frozen=True)
-class FewRowsWhereAllArrive(FewRowsTile):
-    """Of partial sums."""
-
-    @property
-    def spec(self) -> KernelSpec:
-        return where_all_lanes_arrive(super().spec, SUMS_ARRIVE)
-
-
-def few_rows_calls(tile_class: type[FewRowsTile]) -> Iterator[Call]:
-    hidden = sorted({model.hidden for model in SERVED_MODELS.values()})
-    intermediate = sorted({model.intermediate for model in SERVED_MODELS.values()})
-    for k, group, (rows, inner) in product(hidden, GROUPS, FEW_ROWS):
-        tile = tile_class(k, swiglu=True, out_group=group)
-        yield Call((tile.spec,), partial(swiglu_error, rows, inner, k, group, tile))
-    for k, group, (rows, inner) in product(intermediate, GROUPS, FEW_ROWS):
-        tile = tile_class(k, x_group=group)
-        yield Call((tile.spec,), partial(linear_error, rows, 2 * inner, k, group, tile))
-
-
-# Of tokens of K experts: an expert of several, numbers of none, and the last one's twice.
+# Of which the last one's choices are one expert's, and others' may be none's. Of the served sizes a
+# block goes round its ring of slots.
 FEW_TOKENS = (1, 3)
 
 
-def experts_error(tokens: int, tile: ExpertsTile) -> float:
-    num_experts, hidden, inner = 3, tile.hidden, tile.inner
+def experts_error(
+    tokens: int, sizes: tuple[int, int, int], tile_class: type[FewExpertsTile]
+) -> float:
+    (hidden, inner, num_chosen), num_experts = sizes, 3
     x = torch.randn(tokens, hidden).bfloat16()
-    chosen = torch.randint(-1, num_experts + 1, (tokens, tile.chosen))
+    chosen = torch.randint(-1, num_experts + 1, (tokens, num_chosen))
     chosen[-1] = 1
     shapes = ((2 * inner, hidden), (hidden, inner))
     weights = [
         each for n, k in shapes for each in product_inputs(1, n, k, BLOCK, (num_experts,))[2:]
     ]
-    out, _ = experts_fp8_few(tile, *on_gpu(x, chosen, *weights), **SWIGLU, launches=1)
+    out, _ = experts_fp8_few(tile_class, *on_gpu(x, chosen, *weights), **SWIGLU)
     right = reference.experts_fp8(x, chosen, *weights, **SWIGLU)
     is_expert = ((chosen >= 0) & (chosen < num_experts)).flatten()
     return norm_error(out.cpu()[is_expert], right[0][right[1].flatten()[is_expert]])
 
 
 @dataclass(frozen=True)
-class ExpertsWhereAllArrive(ExpertsTile):
-    """Of partial sums."""
+class FewExpertsWhereAllArrive(FewExpertsTile):
+    """Who has stored partial sums, and who has read them."""
 
     @property
     def spec(self) -> KernelSpec:
-        return where_all_lanes_arrive(super().spec, SUMS_ARRIVE)
+        return where_all_lanes_arrive(
+            super().spec,
+            (
+                ("SUMMED_OFFSET + slot * 8, WARPS);", "SUMMED_OFFSET + slot * 8, 32 * WARPS);"),
+                ("if (lane == 0) barrier_arrive(shared + SUMMED", "barrier_arrive(shared + SUMMED"),
+                ("FULL_OFFSET + slot * 8, 1);", "FULL_OFFSET + slot * 8, 32);"),
+                (
+                    "} else if (lane < 3) {",
+                    "} else barrier_arrive(shared + FULL_OFFSET + slot * 8); "
+                    "if (lane == 1 || lane == 2) {",
+                ),
+            ),
+        )
 
 
-def experts_calls(tile_class: type[ExpertsTile]) -> Iterator[Call]:
-    sizes = {
-        (model.hidden, model.intermediate, model.experts_per_token)
-        for model in SERVED_MODELS.values()
-    }
-    for (hidden, inner, chosen), tokens in product(sorted(sizes), FEW_TOKENS):
-        tile = tile_class(hidden, inner, chosen)
-        yield Call((tile.spec,), partial(experts_error, tokens, tile))
+def experts_calls(tile_class: type[FewExpertsTile]) -> Iterator[Call]:
+    models = SERVED_MODELS.values()
+    every = {(model.hidden, model.intermediate, model.experts_per_token) for model in models}
+    for sizes, tokens in product(sorted(every), FEW_TOKENS):
+        specs = tuple(tile.spec for tile in few_tiles(*sizes, tile_class))
+        yield Call(specs, partial(experts_error, tokens, sizes, tile_class))
 
 
 # ---- attention --------------------------------------------------------------------------------
@@ -878,10 +847,8 @@ OPERATORS: dict[str, Callable[[], Iterable[Call]]] = {
     f"attention_decode{TWIN}": partial(decode_calls, DecodeWhereAllArrive),
     "attention_prefill": partial(prefill_calls, are_twins=False),
     f"attention_prefill{TWIN}": partial(prefill_calls, are_twins=True),
-    "few_rows_fp8": partial(few_rows_calls, FewRowsTile),
-    f"few_rows_fp8{TWIN}": partial(few_rows_calls, FewRowsWhereAllArrive),
-    "experts_fp8_few": partial(experts_calls, ExpertsTile),
-    f"experts_fp8_few{TWIN}": partial(experts_calls, ExpertsWhereAllArrive),
+    "experts_fp8_few": partial(experts_calls, FewExpertsTile),
+    f"experts_fp8_few{TWIN}": partial(experts_calls, FewExpertsWhereAllArrive),
     "dispatch_fp8": dispatch_calls,
     "quantise": quantise_calls,
     "rms_norm": partial(rms_norm_calls, is_fp8=False),

@@ -17,7 +17,7 @@ from gptoss_kernels.cuda.combine import choose_combine_layout
 from gptoss_kernels.cuda.combine import spec as combine_spec
 from gptoss_kernels.cuda.compiler import Cubin, KernelSpec, wgmma_source
 from gptoss_kernels.cuda.dispatch_fp8 import specs as dispatch_specs
-from gptoss_kernels.cuda.few_rows_fp8 import MAXIMUM_ROWS, FewRowsTile
+from gptoss_kernels.cuda.experts_fp8 import FewExpertsTile
 from gptoss_kernels.cuda.grouped_fp8 import choose_tile as choose_grouped_tile
 from gptoss_kernels.cuda.linear import choose_tile as choose_rows_tile
 from gptoss_kernels.cuda.linear_fp8 import choose as choose_linear_tile
@@ -76,8 +76,6 @@ def test_what_is_served_is_what_operators_choose() -> None:
             tile = choose_linear_tile(m, n, k, 132)
             assert {tile.spec, replace(tile, has_residual=True).spec} <= served
         for experts, x_group, out_group in ((32, 64, 64), (128, 128, 128), (8, 128, 64)):
-            if m * 4 <= MAXIMUM_ROWS:
-                continue
             tile = choose_grouped_tile(m * 4, experts, x_group=x_group)
             swiglu = {"x_group": 128, "swiglu": True, "out_group": out_group}
             assert tile.spec in served
@@ -95,10 +93,9 @@ def test_what_is_served_is_what_operators_choose() -> None:
     for has_residual in (False, True):
         quantising = FewTile(4096, 16, quantises=True, has_residual=has_residual)
         assert quantising.spec in served
-    for k, group in product((2880, 320, 128), (64, 128)):
-        assert FewRowsTile(k, swiglu=True, out_group=group).spec in served
-    for k, group in product((2880, 1088, 128), (64, 128)):
-        assert FewRowsTile(k, x_group=group).spec in served
+    for hidden, inner, chosen in ((2880, 2880, 4), (320, 1088, 4), (128, 128, 2)):
+        assert FewExpertsTile(hidden, 2 * inner, chosen, swiglu=True).spec in served
+        assert FewExpertsTile(inner, hidden, chosen, swiglu=False).spec in served
     assert set(dispatch_specs(2880, 128, 4).values()) <= served
     for columns, experts, chosen in ((2880, 128, 4), (2880, 32, 4), (320, 16, 4), (128, 8, 2)):
         routes = {RouteTile(columns, experts, chosen).spec, choice_spec(experts, chosen)}

@@ -76,7 +76,7 @@ def test_every_call_is_taken(
 ) -> None:
     """Up to the launch: operators check what they get, and describe it for the copy engine."""
     launched = []
-    monkeypatch.setattr(Emulation, "launch", lambda _, spec, *__, **___: launched.append(spec))
+    monkeypatch.setattr(Emulation, "launch", lambda _, spec, *__: launched.append(spec))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(sanitized, "DEVICE", "cpu")
@@ -110,7 +110,6 @@ def test_every_call_is_taken(
     ("operator", "changed_lines"),
     [
         ("linear_fp8", 3),
-        ("few_rows_fp8", 4),
         ("experts_fp8_few", 4),
         ("attention_decode", 4),
         ("attention_prefill", 9),
@@ -122,7 +121,9 @@ def test_a_twin_is_the_served_kernel_but_for_who_arrives_or_waits(
     calls = zip(
         *(sanitize.calls_of(name) for name in (operator, operator + sanitize.TWIN)), strict=True
     )
-    pairs = dict.fromkeys((*served.kernels, *twin.kernels) for served, twin in calls)
+    pairs = dict.fromkeys(
+        pair for served, twin in calls for pair in zip(served.kernels, twin.kernels, strict=True)
+    )
     for served, twin in pairs:
         lines = zip(served.source.splitlines(), twin.source.splitlines(), strict=True)
         assert sum(a != b for a, b in lines) == changed_lines
@@ -175,9 +176,9 @@ def test_reports(sanitize: ModuleType) -> None:
     assert not is_fine(report("{answer}\n"))
     assert is_fine(report(CLEAN, tool="racecheck"))
 
-    race = RACECHECK.replace("{kernel}", "few_rows_fp8").replace("{write}", "Write")
-    known = report(race, "few_rows_fp8", "racecheck")
-    its_twin = "few_rows_fp8" + sanitize.TWIN
+    race = RACECHECK.replace("{kernel}", "experts_fp8_few").replace("{write}", "Write")
+    known = report(race, "experts_fp8_few", "racecheck")
+    its_twin = "experts_fp8_few" + sanitize.TWIN
     twin = report(CLEAN, its_twin, "racecheck")
     assert known.errors == 2
     assert is_fine(known, twin)
@@ -185,28 +186,28 @@ def test_reports(sanitize: ModuleType) -> None:
     stopped = RACECHECK.replace(
         "{answer}", "========= Warning: Maximum number of hazards reached. So it says.\n{answer}"
     )
-    stopped = stopped.replace("{kernel}", "few_rows_fp8").replace("{write}", "Write")
-    assert is_fine(report(stopped, "few_rows_fp8", "racecheck"), twin)
-    assert not is_fine(report(stopped, "few_rows_fp8", "racecheck"))
+    stopped = stopped.replace("{kernel}", "experts_fp8_few").replace("{write}", "Write")
+    assert is_fine(report(stopped, "experts_fp8_few", "racecheck"), twin)
+    assert not is_fine(report(stopped, "experts_fp8_few", "racecheck"))
     loads_first = race.replace("Read", "Then").replace("Write", "Read").replace("Then", "Write")
-    assert is_fine(report(loads_first, "few_rows_fp8", "racecheck"), twin)
+    assert is_fine(report(loads_first, "experts_fp8_few", "racecheck"), twin)
     assert not is_fine(known)
     assert not is_fine(known, report(race, its_twin, "racecheck"))
     of_another = report(CLEAN, "attention_decode" + sanitize.TWIN, "racecheck")
     assert not is_fine(known, of_another)
     assert not is_fine(report(race, "combine", "racecheck"), twin)
     for other in (
-        RACECHECK.replace("{kernel}", "few_rows_fp8").replace("{write}", "Read"),
+        RACECHECK.replace("{kernel}", "experts_fp8_few").replace("{write}", "Read"),
         race.replace("and Read", "and Write"),
         RACECHECK.replace("{kernel}", "grouped_fp8").replace("{write}", "Write"),
         race + "========= Invalid __shared__ write of size 4 bytes\n",
     ):
-        assert not is_fine(report(other, "few_rows_fp8", "racecheck"), twin)
-        mixed = sanitize.merged([known, report(other, "few_rows_fp8", "racecheck")])
+        assert not is_fine(report(other, "experts_fp8_few", "racecheck"), twin)
+        mixed = sanitize.merged([known, report(other, "experts_fp8_few", "racecheck")])
         assert not is_fine(mixed, twin)
 
     # Each kernel of an operator; and what is not known is told whole, apart from what is.
-    prefill = race.replace("few_rows_fp8", "attention_prefill_fp8")
+    prefill = race.replace("experts_fp8_few", "attention_prefill_fp8")
     known = report(prefill, "attention_prefill", "racecheck")
     assert is_fine(known, report(CLEAN, "attention_prefill" + sanitize.TWIN, "racecheck"))
     other = "========= Error: Race reported between Write access at attention_prefill+0x10\n" + (
@@ -252,13 +253,13 @@ def test_races_of_a_library_are_no_errors(sanitize: ModuleType) -> None:
         assert not sanitize.is_fine(found, [found])
     # Beside known ones, which still need their twin.
     own = (
-        "========= Error: Race reported between Write access at few_rows_fp8+0x10\n"
-        "=========     and Read access at few_rows_fp8+0x20 [1 hazard]\n"
+        "========= Error: Race reported between Write access at experts_fp8_few+0x10\n"
+        "=========     and Read access at experts_fp8_few+0x20 [1 hazard]\n"
     )
-    found = report(first, first, errors=2, more=own, operator="few_rows_fp8")
+    found = report(first, first, errors=2, more=own, operator="experts_fp8_few")
     assert (found.errors, found.of_library) == (1, 1)
     assert not sanitize.is_fine(found, [found])
-    twin = report(first, first, operator="few_rows_fp8" + sanitize.TWIN)
+    twin = report(first, first, operator="experts_fp8_few" + sanitize.TWIN)
     assert sanitize.is_fine(found, [found, twin])
 
 

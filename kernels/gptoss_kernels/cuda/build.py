@@ -102,24 +102,18 @@ def _dense(model: ModelSizes) -> Iterator[KernelSpec]:
 
 
 def _grouped(model: ModelSizes) -> Iterator[KernelSpec]:
-    from gptoss_kernels.cuda import few_rows_fp8, grouped_fp8
+    from gptoss_kernels.cuda import grouped_fp8
+    from gptoss_kernels.cuda.experts_fp8 import tiles as few_tiles
     from gptoss_kernels.fp8 import BLOCK
 
     tiles = set()
     for tokens, group in product(_NUM_TOKENS, _SWIGLU_GROUPS):
         rows, experts = tokens * model.experts_per_token, model.num_experts
         first = {"x_group": BLOCK, "out_group": group}
-        tiles.add(
-            few_rows_fp8.choose_tile(
-                *(rows, 2 * model.intermediate, model.hidden), swiglu=True, **first
-            )
-            or grouped_fp8.choose_tile(rows, experts, swiglu=True, **first)
-        )
-        tiles.add(
-            few_rows_fp8.choose_tile(rows, model.hidden, model.intermediate, x_group=group)
-            or grouped_fp8.choose_tile(rows, experts, x_group=group)
-        )
-    for tile in tiles:
+        tiles.add(grouped_fp8.choose_tile(rows, experts, swiglu=True, **first))
+        tiles.add(grouped_fp8.choose_tile(rows, experts, x_group=group))
+    few = few_tiles(model.hidden, model.intermediate, model.experts_per_token)
+    for tile in (*tiles, *few):
         yield tile.spec
 
 

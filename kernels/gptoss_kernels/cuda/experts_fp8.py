@@ -1,17 +1,17 @@
 """y = swiglu(quantise(x) @ w13[e]^T + b13[e]);  out = quantise(y) @ w2[e]^T + b2[e]
 
-The experts of each token, one after the other what dispatch_fp8, grouped_swiglu_fp8 and
-grouped_linear_fp8 compute, with groups of 128 columns behind SwiGLU. Up to 8 tokens with 32 choices
-take one launch (experts_fp8_few.cu), bound by reading the weights of the experts that they chose.
+The experts e of each token: what dispatch_fp8, grouped_swiglu_fp8 and grouped_linear_fp8 compute
+one after the other, with groups of 128 columns behind SwiGLU. Few tokens take two launches of
+experts_fp8_few.cu, bound by reading the weights of the experts that were chosen: w13 finds what was
+chosen and quantises tokens by itself, y stays in fp32 until w2 multiplies it.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,16 +19,15 @@ from torch import Tensor
 from gptoss_kernels import contracts
 from gptoss_kernels.cuda import runtime
 from gptoss_kernels.cuda.dispatch_fp8 import dispatch_fp8
-from gptoss_kernels.cuda.gemm_fp8 import launch
 from gptoss_kernels.cuda.grouped_linear_fp8 import grouped_linear_fp8
 from gptoss_kernels.cuda.grouped_swiglu_fp8 import grouped_swiglu_fp8
 from gptoss_kernels.cuda.rows import check_num_chosen
 from gptoss_kernels.fp8 import BLOCK
 
-MAXIMUM_TOKENS = 8  # of one launch: as many columns has an instruction of the tensor cores
-MAXIMUM_CHOICES = 32  # likewise: as many lanes has a warp
-# One launch for few tokens, two, or those of dispatch_fp8 and both products: until it was timed.
-FEW_LAUNCHES = 0
+# Of the kernel: an instruction has 8 columns, a warp 32 lanes.
+MAXIMUM_TOKENS, MAXIMUM_CHOICES = 8, 32
+# Up to which it was faster when it was timed: see docs/LOG.md.
+MOST_FEW_CHOICES = 16
 _MAXIMUM_WARPS = 12  # that multiply
 _MAXIMUM_GROUPS = 2  # of 128 columns in the registers of a warp
 _STAGES = 4
@@ -47,71 +46,62 @@ def experts_fp8(
     alpha: float,
     limit: float,
 ) -> tuple[Tensor, Tensor]:
-    """What each choice's expert gives, bf16 [R, H], and the row of each choice, int32 [T, K].
+    """A row for each choice, bf16 [R, H], and which one is whose: int32 [T, K].
 
-    `x` [T, H] bf16 is quantised in groups of 128; `chosen` [T, K] int64 or int32, K up to 8;
-    `w13` [E, 2 I, H] e4m3, gate and up rows in turn, `w2` [E, H, I]; their scales fp32 for blocks
-    of 128 x 128, biases fp32; H and I multiples of 16. R = T K. Values of `chosen` stay on the
-    device: a token that chose what is no expert becomes NaN where `combine` or a norm adds it up
-    with weights that are. Raises ValueError on anything else, and runtime.CudaError where there is
-    no Hopper GPU.
+    `x` [T, H] bf16; `chosen` [T, K] int64 or int32, K up to 8; `w13` [E, 2 I, H] e4m3, gate and up
+    rows in turn, and `w2` [E, H, I]; their scales fp32 for blocks of 128 x 128, biases fp32, at
+    multiples of 16 bytes; H and I multiples of 16. R = T K. Values of `chosen` stay on the device:
+    what is no expert's number has a row that is not written, or none (-1). Raises ValueError on
+    anything else, and runtime.CudaError where there is no Hopper GPU.
 
-    Weights, scales and biases must not be written by the launch just before on the stream. Two of
-    these must not be under way at once on one GPU, on two streams or in two graphs. The rows may be
-    read while this still runs, and must not be written.
+    Weights, scales and biases must not be written by the launch just before on the stream.
     """
     operands = (x, chosen, w13, w13_scale, w13_bias, w2, w2_scale, w2_bias)
-    tile = choose_tile(x, chosen, w2) if FEW_LAUNCHES else None
-    if tile is None:
-        values, scale, expert_start, rows = dispatch_fp8(x, chosen, len(w13))
-        first = (expert_start, w13, w13_scale, w13_bias)
-        inner = grouped_swiglu_fp8(values, scale, *first, alpha=alpha, limit=limit)
-        return grouped_linear_fp8(*inner, expert_start, w2, w2_scale, w2_bias), rows
-    return experts_fp8_few(tile, *operands, alpha=alpha, limit=limit)
+    if chosen.numel() <= MOST_FEW_CHOICES and are_few(x, chosen, w2):
+        return experts_fp8_few(FewExpertsTile, *operands, alpha=alpha, limit=limit)
+    values, scale, expert_start, rows = dispatch_fp8(x, chosen, len(w13))
+    first = (expert_start, w13, w13_scale, w13_bias)
+    inner = grouped_swiglu_fp8(values, scale, *first, alpha=alpha, limit=limit)
+    return grouped_linear_fp8(*inner, expert_start, w2, w2_scale, w2_bias), rows
 
 
 def experts_fp8_few(
-    tile: ExpertsTile,
-    *operands: Tensor,
-    alpha: float,
-    limit: float,
-    launches: int | None = None,
+    tile_class: type[FewExpertsTile], *operands: Tensor, alpha: float, limit: float
 ) -> tuple[Tensor, Tensor]:
-    """experts_fp8 of few tokens, by the kernel of `tile`; operands as there.
+    """experts_fp8 by two launches of experts_fp8_few.cu, where are_few says so; operands as there.
 
-    `launches`: 1, or 2 of one product each; FEW_LAUNCHES if it is not given.
+    `tile_class`: FewExpertsTile, or a twin of it.
     """
-    x, chosen, *_ = operands
-    num_choices = chosen.numel()
-    out = torch.empty((num_choices, tile.hidden), dtype=torch.bfloat16, device=x.device)
-    y = torch.empty((num_choices, tile.inner), dtype=torch.float32, device=x.device)
-    launches = launches or FEW_LAUNCHES
-    launch(
-        ("experts_fp8_few", alpha, limit, launches),
-        (*operands, y, out),
-        lambda: _prepare(tile, launches, alpha, limit, *operands, y, out),
+    x, chosen, w13, *_ = operands
+    num_choices, inner = chosen.numel(), w13.shape[1] // 2
+    y = torch.empty((num_choices, inner), dtype=torch.float32, device=x.device)
+    out = torch.empty((num_choices, x.shape[1]), dtype=torch.bfloat16, device=x.device)
+    rows = torch.empty(chosen.shape, dtype=torch.int32, device=x.device)
+    runtime.launch(
+        ("experts_fp8_few", alpha, limit, tile_class),
+        (*operands, y, out, rows),
+        lambda: _prepare(tile_class, alpha, limit, *operands, y, out, rows),
     )
-    return out, _numbers(x.device)[:num_choices].view(chosen.shape)
+    return out, rows
 
 
-@functools.cache
-def _numbers(device: torch.device) -> Tensor:
-    """Older than any launch that is captured: whoever adds rows up reads them early."""
-    return torch.arange(MAXIMUM_CHOICES, dtype=torch.int32, device=device)
+def are_few(x: Tensor, chosen: Tensor, w2: Tensor) -> bool:
+    """Whether experts_fp8_few takes these operands, which need not have been checked."""
+    if x.dim() != 2 or chosen.dim() != 2 or w2.dim() != 3 or chosen.dtype != torch.int64:
+        return False
+    if not (0 < len(x) <= MAXIMUM_TOKENS and 0 < chosen.numel() <= MAXIMUM_CHOICES):
+        return False
+    return all(tile.is_possible for tile in tiles(x.shape[1], w2.shape[2], chosen.shape[1]))
 
 
 @dataclass(frozen=True)
-class ExpertsTile:
-    """H, I and K, for which the kernel is compiled. products: 1 or 2, or 3 for both."""
+class FewExpertsTile:
+    """For which the kernel is compiled: K, N, and the experts of a token."""
 
-    hidden: int
-    inner: int
+    k: int
+    n: int
     chosen: int
-    products: int = 3
-
-    @property
-    def _k_blocks(self) -> int:
-        return -(-max(self.hidden, self.inner) // BLOCK)
+    swiglu: bool
 
     @property
     def groups(self) -> int:
@@ -123,65 +113,63 @@ class ExpertsTile:
         return -(-self._k_blocks // self.groups)
 
     @property
+    def _k_blocks(self) -> int:
+        return -(-self.k // BLOCK)
+
+    @property
     def threads(self) -> int:
         return 32 * (self.warps + 1)
 
     @property
     def shared_bytes(self) -> int:
         """Slots for 16 rows and their biases, the warps' sums, barriers, the table of entries."""
-        slot = 16 * (max(self.hidden, self.inner) + 4) + self.warps * 8 * 20 * 4 + 16
-        return _STAGES * slot + 16 + 16 * MAXIMUM_CHOICES
+        slot = 16 * (self.k + 4) + self.warps * 8 * 20 * 4 + 16
+        return _STAGES * slot + 8 * MAXIMUM_CHOICES + 8
 
     @property
     def spec(self) -> runtime.KernelSpec:
         defines = {
-            "HIDDEN": self.hidden,
-            "INNER": self.inner,
+            "K": self.k,
+            "N": self.n,
+            "SWIGLU": int(self.swiglu),
             "CHOSEN": self.chosen,
-            "PRODUCTS": self.products,
             "WARPS": self.warps,
             "STAGES": _STAGES,
             "SHARED_BYTES": self.shared_bytes,
             "MAXIMUM_CHOICES": MAXIMUM_CHOICES,
-            "COUNTERS": runtime.COUNTERS,
         }
+        sizes = f"K={self.k} N={self.n} chosen={self.chosen}"
         return runtime.KernelSpec(
             "experts_fp8_few",
             files=("mma.cuh", "experts_fp8_few.cu"),
             defines=tuple(defines.items()),
             shared_bytes=self.shared_bytes,
-            variant=runtime.variant_of(
-                self, f"H={self.hidden} I={self.inner} K={self.chosen}", "hidden", "inner", "chosen"
-            ),
+            variant=sizes + " swiglu" * self.swiglu,
         )
 
     @property
     def is_possible(self) -> bool:
-        return self.groups <= _MAXIMUM_GROUPS and self.shared_bytes <= runtime.MAXIMUM_SHARED_BYTES
+        fits = self.shared_bytes <= runtime.MAXIMUM_SHARED_BYTES
+        return fits and self.groups <= _MAXIMUM_GROUPS
 
 
-def choose_tile(x: Tensor, chosen: Tensor, w2: Tensor) -> ExpertsTile | None:
-    """None where this kernel has no room; operands as of experts_fp8, not yet checked."""
-    if x.dim() != 2 or chosen.dim() != 2 or w2.dim() != 3 or chosen.dtype != torch.int64:
-        return None
-    fits = 0 < len(x) <= MAXIMUM_TOKENS and 0 < chosen.numel() <= MAXIMUM_CHOICES
-    tile = ExpertsTile(x.shape[1], w2.shape[2], chosen.shape[1])
-    return tile if fits and tile.is_possible else None
-
-
-class _Weight(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("values", "scale", "bias"))
+def tiles(
+    hidden: int, inner: int, chosen: int, tile_class: type[FewExpertsTile] = FewExpertsTile
+) -> tuple[FewExpertsTile, FewExpertsTile]:
+    """Of both products."""
+    return (
+        tile_class(hidden, 2 * inner, chosen, swiglu=True),
+        tile_class(inner, hidden, chosen, swiglu=False),
+    )
 
 
 class _Arguments(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "chosen")),
-        *((name, _Weight) for name in ("w13", "w2")),
-        *((name, ctypes.c_void_p) for name in ("y", "out")),
+        *((name, ctypes.c_void_p) for name in ("x", "chosen", "weight", "weight_scale", "bias")),
+        *((name, ctypes.c_void_p) for name in ("out", "rows")),
         *((name, ctypes.c_int) for name in ("num_tokens", "num_experts")),
         ("x_stride", ctypes.c_longlong),
         *((name, ctypes.c_float) for name in ("exponent_scale", "limit")),
-        ("counter", ctypes.c_int),
     )
 
 
@@ -208,36 +196,39 @@ def _check(
 
 
 def _prepare(
-    tile: ExpertsTile, launches: int, alpha: float, limit: float, *tensors: Tensor
+    tile_class: type[FewExpertsTile],
+    alpha: float,
+    limit: float,
+    *tensors: Tensor,
 ) -> Callable[[int], None]:
-    *operands, y, out = tensors
+    *operands, y, out, rows = tensors
     _check(*operands)
     x, chosen, *weights = operands
     device = x.device.index
-    pointers = [tensor.data_ptr() for tensor in weights]
-    arguments = _Arguments(
-        *(x.data_ptr(), chosen.data_ptr()),
-        *(_Weight(*pointers[:3]), _Weight(*pointers[3:])),
-        *(y.data_ptr(), out.data_ptr()),
-        *(len(x), len(weights[0]), x.stride(0), -alpha / math.log(2), limit),
-        runtime.next_counter(),
-    )
     num_blocks = torch.cuda.get_device_properties(device).multi_processor_count
-    both = [
+    launches = [
         runtime.Launch(
-            runtime.load(each.spec, device),
+            runtime.load(tile.spec, device),
             grid=num_blocks,
-            threads=each.threads,
-            arguments=(arguments,),
-            is_cooperative=each.products == 3,
+            threads=tile.threads,
+            arguments=(
+                _Arguments(
+                    *(tensor.data_ptr() for tensor in (source, chosen, *weight, target, rows)),
+                    *(len(x), len(weight[0]), source.stride(0), -alpha / math.log(2), limit),
+                ),
+            ),
         )
-        for each in ([tile] if launches == 1 else [replace(tile, products=i) for i in (1, 2)])
+        for tile, source, weight, target in zip(
+            tiles(x.shape[1], y.shape[1], chosen.shape[1], tile_class),
+            (x, y),
+            (weights[:3], weights[3:]),
+            (y, out),
+            strict=True,
+        )
     ]
-    if len(both) == 1:
-        return both[0]
 
-    def one_after_the_other(stream: int) -> None:
-        for each in both:
-            each(stream)
+    def both(stream: int) -> None:
+        for launch in launches:
+            launch(stream)
 
-    return one_after_the_other
+    return both

@@ -1,23 +1,21 @@
-// The experts of so few tokens that reading their weights is all that takes time: what dispatch_fp8,
-// grouped_swiglu_fp8 and grouped_linear_fp8 compute one after the other, in one launch.
+// A product of the experts of so few tokens that reading its weights is all that takes time: what
+// dispatch_fp8, grouped_swiglu_fp8 and grouped_linear_fp8 compute, in two launches of this kernel.
 //
-//     t = quantise(x) @ w13[e]^T + b13[e];  y = swiglu(t)     of each token for each of its experts
-//     out = quantise(y) @ w2[e]^T + b2[e]
+//     SWIGLU = 1: y = swiglu(quantise(x) @ w[e]^T + b[e])   of each token x for each of its experts
+//     SWIGLU = 0: out = quantise(y) @ w[e]^T + b[e]
 //
-// An entry is an expert that any token chose. Of each product the rows of weight of all entries, in
-// units of 8, are cut into as many equal ranges as there are blocks. A block streams its range of the
-// first product, then of the second, through one ring of slots in shared memory, 16 rows at a time
-// with their biases: so weights of the second product are under way while the first one ends.
-// WARPS warps share K: each multiplies its GROUPS groups of 128 columns with all tokens, as halves,
-// which hold e4m3 values and their products exactly, with sums in fp32. One more warp adds these up,
-// stores, and sends for the next rows.
+// An entry is an expert that any token chose. The rows of weight of all entries, in units of 8, are
+// cut into as many equal ranges as there are blocks. A block streams its range, which is contiguous
+// in memory, through shared memory, 16 rows with their biases at a time. WARPS warps share K: each
+// quantises GROUPS groups of 128 columns of all tokens, as quantise.cu does, and multiplies them as
+// halves, which hold e4m3 values and their products exactly, with sums in fp32. One more warp adds
+// these up, stores, and sends for the next rows.
 //
-// y goes through memory, in fp32, and all blocks meet between the products. So all must be at work
-// at once: the launch is a cooperative one. Each warp quantises what it multiplies, as quantise.cu
-// does. With PRODUCTS 1 or 2 a launch does one of the products: then nobody waits for anybody.
+// Each block finds the entries by itself. Of the second product it does so, and sends for its first
+// weights, before it waits for the first one to end.
 //
-// Defined by whoever compiles this: HIDDEN, INNER, CHOSEN, PRODUCTS (1, 2, or 3 for both), WARPS,
-// STAGES, SHARED_BYTES, MAXIMUM_CHOICES, COUNTERS.
+// Defined by whoever compiles this: K, N, SWIGLU, CHOSEN, WARPS, STAGES, SHARED_BYTES,
+// MAXIMUM_CHOICES.
 
 constexpr int TOKENS = 8;  // columns of the instruction
 constexpr int UNIT = 8;    // rows of weight
@@ -27,17 +25,13 @@ constexpr int BLOCK_UNITS = BLOCK / UNIT;
 constexpr int CHUNK = 64;  // of K: 16 bytes from each of a row's four lanes
 constexpr int CHUNKS = BLOCK / CHUNK;
 constexpr int THREADS = (WARPS + 1) * 32;
-constexpr int FIRST = 1, SECOND = 2;  // products
-constexpr bool HAS_FIRST = PRODUCTS & FIRST, HAS_SECOND = PRODUCTS & SECOND;
+constexpr int K_BLOCKS = (K + BLOCK - 1) / BLOCK;
+constexpr int N_BLOCKS = (N + BLOCK - 1) / BLOCK;
+constexpr int UNITS = N / UNIT;
+constexpr int GROUPS = (K_BLOCKS + WARPS - 1) / WARPS;
 static_assert(MAXIMUM_CHOICES <= 32, "a lane has one");
 
-__device__ constexpr int columns_of(int product) { return product == FIRST ? HIDDEN : INNER; }
-__device__ constexpr int rows_of(int product) { return product == FIRST ? 2 * INNER : HIDDEN; }
-__device__ constexpr int k_blocks_of(int product) { return (columns_of(product) + BLOCK - 1) / BLOCK; }
-__device__ constexpr int n_blocks_of(int product) { return (rows_of(product) + BLOCK - 1) / BLOCK; }
-
-constexpr int MOST_COLUMNS = HIDDEN > INNER ? HIDDEN : INNER;
-constexpr int STAGE_BYTES = TILE_UNITS * UNIT * MOST_COLUMNS;
+constexpr int STAGE_BYTES = TILE_UNITS * UNIT * K;
 constexpr int BIAS_BYTES = TILE_UNITS * UNIT * 4;
 constexpr int TOKEN_PITCH = 20;  // floats: the lanes of a store reach different banks
 constexpr int PARTIAL_BYTES = TOKENS * TOKEN_PITCH * 4;
@@ -45,55 +39,30 @@ constexpr int BIAS_OFFSET = STAGES * STAGE_BYTES;
 constexpr int PARTIALS_OFFSET = BIAS_OFFSET + STAGES * BIAS_BYTES;
 constexpr int FULL_OFFSET = PARTIALS_OFFSET + STAGES * WARPS * PARTIAL_BYTES;
 constexpr int SUMMED_OFFSET = FULL_OFFSET + STAGES * 8;
-constexpr int MET_OFFSET = SUMMED_OFFSET + STAGES * 8;
-constexpr int COUNT_OFFSET = MET_OFFSET + 8;
-constexpr int ENTRIES_OFFSET = COUNT_OFFSET + 8;
-static_assert(ENTRIES_OFFSET + MAXIMUM_CHOICES * 16 <= SHARED_BYTES,
+constexpr int ENTRIES_OFFSET = SUMMED_OFFSET + STAGES * 8;
+constexpr int COUNT_OFFSET = ENTRIES_OFFSET + MAXIMUM_CHOICES * 8;
+static_assert(COUNT_OFFSET + 8 <= SHARED_BYTES,
               "the launch gives too little memory");
 
-struct Weight {
-    const unsigned char* values;
-    const float* scale;
-    const float* bias;
-};
-
 struct Arguments {
-    const unsigned short* x;
+    const void* x;            // of tokens, bf16; of the second product y, a row for each choice, fp32
     const long long* chosen;  // a choice is one of its num_tokens * CHOSEN entries
-    Weight weights[2];        // of the products
-    float* y;                 // a row for each choice, filled for a token's first one of an expert
-    unsigned short* out;      // a row for each choice
+    const unsigned char* weight;
+    const float* weight_scale;
+    const float* bias;
+    void* out;  // y, filled for a token's first choice of an expert; else a row for each choice, bf16
+    int* rows;  // of each choice, with SWIGLU: its number, or -1 for what is no expert
     int num_tokens;
     int num_experts;
     long long x_stride;
     float exponent_scale;  // -alpha / ln 2
     float limit;
-    int counter;
 };
 
-// How many blocks have met: one for each launch, as the next of the same kind may already begin.
-__device__ unsigned int counters[HAS_FIRST && HAS_SECOND ? COUNTERS : 1];
-
-// ---- instructions that no other kernel has ----------------------------------------------------
+// ---- an instruction that no other kernel has -------------------------------------------------
 
 __device__ __forceinline__ void prefetch_line(const void* source) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(source) : "memory");
-}
-
-__device__ __forceinline__ uint32_t load_acquire(const unsigned int* pointer) {
-    uint32_t value;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
-    return value;
-}
-
-// Until all blocks are here, if this one `waits`. What this thread knows to be written before, all
-// threads that come behind it see. The counter's upper bit changes when the last block has come,
-// and only then; the lower ones are zeros again.
-__device__ __forceinline__ void meet_all_blocks(unsigned int* counter, bool waits) {
-    constexpr uint32_t TURN = 0x80000000;
-    global_fence();
-    const uint32_t before = atomicAdd(counter, blockIdx.x == 0 ? TURN - (gridDim.x - 1) : 1u);
-    while (waits && ((load_acquire(counter) ^ before) & TURN) == 0) continue;
 }
 
 // ---- who does what ----------------------------------------------------------------------------
@@ -110,20 +79,15 @@ struct Entry {
 };
 
 __device__ __forceinline__ Entry entry_of(uint32_t shared, int index) {
-    int expert, choices, unused[2];
-    load_shared(shared + ENTRIES_OFFSET + index * 16, expert, choices, unused[0], unused[1]);
-    return {expert, static_cast<uint32_t>(choices)};
+    const uint32_t address = shared + ENTRIES_OFFSET + index * 8;
+    return {load_shared_int(address), static_cast<uint32_t>(load_shared_int(address + 4))};
 }
 
-struct Found {
-    int num_entries;
-    uint32_t no_experts;  // of choices, a bit for each
-};
-
-// By one warp: fills the table of entries, in the order of their first choices.
-__device__ __forceinline__ Found find_entries(uint32_t shared, const Arguments& arguments, int lane) {
+// By one warp: fills the table of entries, in the order of their first choices, and gives their
+// number.
+__device__ __forceinline__ int find_entries(uint32_t shared, const Arguments& arguments, int lane) {
     const bool is_choice = lane < arguments.num_tokens * CHOSEN;
-    // Past L1: a launch of the second product does not wait before.
+    // Past L1: the second product does not wait before.
     const long long number = is_choice ? __ldcg(arguments.chosen + lane) : -1;
     const bool is_expert = 0 <= number && number < arguments.num_experts;
     const int expert = is_expert ? static_cast<int>(number) : -1;
@@ -131,50 +95,41 @@ __device__ __forceinline__ Found find_entries(uint32_t shared, const Arguments& 
     const bool is_first = is_expert && lane == __ffs(same) - 1;
     const uint32_t firsts = __ballot_sync(ALL_LANES, is_first);
     const int count = __popc(firsts);
-    if (is_first)
-        store_shared(shared + ENTRIES_OFFSET + __popc(firsts & ((1u << lane) - 1)) * 16, expert,
-                     static_cast<int>(same), 0, 0);
+    if (is_first) {
+        const uint32_t entry = ENTRIES_OFFSET + __popc(firsts & ((1u << lane) - 1)) * 8;
+        store_shared(shared + entry, expert);
+        store_shared(shared + entry + 4, static_cast<int>(same));
+    }
     if (lane == 0) store_shared(shared + COUNT_OFFSET, count);
+    if (SWIGLU && blockIdx.x == 0 && is_choice) arguments.rows[lane] = is_expert ? lane : -1;
     __syncwarp();
-    const uint32_t no_experts = __ballot_sync(ALL_LANES, is_choice && !is_expert);
-    return {count, no_experts};
+    return count;
 }
 
-// A block's range of a product, tile after tile, and of the next one. A tile lies in one entry and
-// in one block of 128 rows.
+// A block's range, tile after tile. A tile lies in one entry and in one block of 128 rows.
 struct Walk {
-    int num_entries;
-    int product;
     int left;
     int entry, inside;  // units of the entry before this tile
 
-    __device__ __forceinline__ Walk(int num_entries, int product) : num_entries(num_entries) {
-        begin(product);
-    }
-
-    __device__ __forceinline__ int units() const {
-        return product == FIRST ? rows_of(FIRST) / UNIT : rows_of(SECOND) / UNIT;
-    }
-
-    __device__ __forceinline__ void begin(int which) {
-        product = which;
-        const uint32_t total = num_entries * units();
-        inside = blockIdx.x * total / gridDim.x;
-        left = (blockIdx.x + 1) * total / gridDim.x - inside;
-        for (entry = 0; inside >= units() && entry < num_entries; ++entry) inside -= units();
+    __device__ __forceinline__ Walk(uint32_t num_entries) {
+        const uint32_t total = num_entries * UNITS;
+        const uint32_t first = blockIdx.x * total / gridDim.x;
+        left = (blockIdx.x + 1) * total / gridDim.x - first;
+        entry = first / UNITS;
+        inside = first % UNITS;
     }
 
     __device__ __forceinline__ bool is_done() const { return left <= 0; }
     __device__ __forceinline__ int row() const { return inside * UNIT; }
     __device__ __forceinline__ int num_units() const {
-        return min(min(TILE_UNITS, left), min(units() - inside, BLOCK_UNITS - inside % BLOCK_UNITS));
+        return min(min(TILE_UNITS, left), min(UNITS - inside, BLOCK_UNITS - inside % BLOCK_UNITS));
     }
     __device__ __forceinline__ int rows() const { return num_units() * UNIT; }
     __device__ __forceinline__ void next() {
         const int done = num_units();
         left -= done;
         inside += done;
-        if (inside == units()) {
+        if (inside == UNITS) {
             inside = 0;
             ++entry;
         }
@@ -194,13 +149,10 @@ struct Ring {
     }
 };
 
-// Of the weight in the block of 128 rows that has `row`: one for each 128 columns.
-__device__ __forceinline__ const float* scales_of(const Arguments& arguments, int product,
-                                                  int expert, int row) {
-    const int blocks = product == FIRST ? n_blocks_of(FIRST) : n_blocks_of(SECOND);
-    const int columns = product == FIRST ? k_blocks_of(FIRST) : k_blocks_of(SECOND);
-    return arguments.weights[product - 1].scale +
-           (static_cast<long long>(expert) * blocks + row / BLOCK) * columns;
+// Of the block of 128 rows of weight that has `row`: one for each 128 columns.
+__device__ __forceinline__ const float* scales_of(const Arguments& arguments, int expert, int row) {
+    return arguments.weight_scale +
+           (static_cast<long long>(expert) * N_BLOCKS + row / BLOCK) * K_BLOCKS;
 }
 
 // ---- the warp that loads and stores -----------------------------------------------------------
@@ -212,32 +164,18 @@ struct Keeper {
 
     __device__ __forceinline__ void send_for(const Walk& walk, int slot) const {
         const int expert = entry_of(shared, walk.entry).expert;
-        const int columns = walk.product == FIRST ? HIDDEN : INNER;
-        const int rows = walk.product == FIRST ? rows_of(FIRST) : rows_of(SECOND);
         if (lane == 0) {
-            const Weight& weight = arguments.weights[walk.product - 1];
-            const long long row = static_cast<long long>(expert) * rows + walk.row();
+            const long long row = static_cast<long long>(expert) * N + walk.row();
             const uint32_t full = shared + FULL_OFFSET + slot * 8;
-            barrier_expect(full, walk.rows() * (columns + 4));
-            load_bytes_once(shared + slot * STAGE_BYTES, weight.values + row * columns,
-                            walk.rows() * columns, full);
-            load_bytes_once(shared + BIAS_OFFSET + slot * BIAS_BYTES, weight.bias + row,
+            barrier_expect(full, walk.rows() * (K + 4));
+            load_bytes_once(shared + slot * STAGE_BYTES, arguments.weight + row * K,
+                            walk.rows() * K, full);
+            load_bytes_once(shared + BIAS_OFFSET + slot * BIAS_BYTES, arguments.bias + row,
                             walk.rows() * 4, full);
         } else if (lane < 3) {
             // Both ends of the scales, so that no warp waits for memory when it gets there.
-            const int last = (walk.product == FIRST ? k_blocks_of(FIRST) : k_blocks_of(SECOND)) - 1;
-            prefetch_line(scales_of(arguments, walk.product, expert, walk.row()) +
-                          (lane - 1) * last);
+            prefetch_line(scales_of(arguments, expert, walk.row()) + (lane - 1) * (K_BLOCKS - 1));
         }
-    }
-
-    // Both products' tiles, as far as this launch has them, in one row.
-    __device__ __forceinline__ void send_for_next(Walk& ahead, int slot) const {
-        if (HAS_FIRST && HAS_SECOND && ahead.is_done() && ahead.product == FIRST)
-            ahead.begin(SECOND);
-        if (ahead.is_done()) return;
-        send_for(ahead, slot);
-        ahead.next();
     }
 
     // Lane 4 t + i: of token t, columns 4 i to 4 i + 3 of the tile.
@@ -262,82 +200,53 @@ struct Keeper {
         return swish * up + swish;
     }
 
-    template <int PRODUCT>
     __device__ __forceinline__ void store(const Walk& walk, float4 t) const {
         const Entry entry = entry_of(shared, walk.entry);
         const int token = lane / 4, column = walk.row() + lane % 4 * 4;
         if (lane % 4 * 4 >= walk.rows()) return;
         uint32_t choices = entry.choices_of(token, arguments.num_tokens);
         if (choices == 0) return;
-        if constexpr (PRODUCT == FIRST) {
+        if constexpr (SWIGLU) {
             const long long choice = token * CHOSEN + __ffs(choices) - 1;
-            *reinterpret_cast<float2*>(arguments.y + choice * INNER + column / 2) =
+            float* const y = static_cast<float*>(arguments.out) + choice * (N / 2);
+            *reinterpret_cast<float2*>(y + column / 2) =
                 make_float2(swiglu(t.x, t.y), swiglu(t.z, t.w));
         } else {
             for (; choices != 0; choices &= choices - 1) {
                 const long long choice = token * CHOSEN + __ffs(choices) - 1;
-                store_global(arguments.out + choice * HIDDEN + column, pack_bf16(t.x, t.y),
-                             pack_bf16(t.z, t.w));
+                store_global(static_cast<unsigned short*>(arguments.out) + choice * N + column,
+                             pack_bf16(t.x, t.y), pack_bf16(t.z, t.w));
             }
         }
     }
 
-    template <int PRODUCT>
-    __device__ __forceinline__ void serve(Walk walk, Walk& ahead, Ring& ring) const {
-        for (; !walk.is_done(); ring.advance(), walk.next()) {
+    __device__ __forceinline__ void run() const {
+        if constexpr (SWIGLU) wait_for_previous_kernels();
+        Walk walk(find_entries(shared, arguments, lane)), ahead = walk;
+        for (int slot = 0; slot < STAGES && !ahead.is_done(); ++slot, ahead.next())
+            send_for(ahead, slot);
+        __syncthreads();
+        if constexpr (!SWIGLU) wait_for_previous_kernels();
+        allow_next_kernel();
+        for (Ring ring; !walk.is_done(); ring.advance(), walk.next()) {
             barrier_wait(shared + FULL_OFFSET + ring.slot * 8, ring.phase);
             const float4 bias =
                 load_float4(shared + BIAS_OFFSET + ring.slot * BIAS_BYTES + lane % 4 * 16);
             barrier_wait(shared + SUMMED_OFFSET + ring.slot * 8, ring.phase);
             const float4 t = add_up(ring.slot, bias);
             __syncwarp();  // all have read the bias and the sums
-            send_for_next(ahead, ring.slot);
-            store<PRODUCT>(walk, t);
-        }
-    }
-
-    // NaN, as a token becomes that chose what is no expert.
-    __device__ __forceinline__ void fill_rows(uint32_t choices) const {
-        for (; choices != 0; choices &= choices - 1) {
-            unsigned short* row = arguments.out + (__ffs(choices) - 1) * HIDDEN;
-            for (int column = lane * 2; column < HIDDEN; column += 64)
-                store_global(row + column, 0x7FC07FC0);
-        }
-    }
-
-    __device__ __forceinline__ void run() const {
-        if constexpr (HAS_FIRST) wait_for_previous_kernels();
-        const auto [num_entries, no_experts] = find_entries(shared, arguments, lane);
-        Walk ahead(num_entries, HAS_FIRST ? FIRST : SECOND);
-        for (int slot = 0; slot < STAGES; ++slot) send_for_next(ahead, slot);
-        __syncthreads();
-        if constexpr (!HAS_FIRST) wait_for_previous_kernels();
-        allow_next_kernel();
-        if (HAS_SECOND && blockIdx.x == 0) fill_rows(no_experts);
-        Ring ring;
-        const Walk second(num_entries, SECOND);
-        if constexpr (HAS_FIRST) serve<FIRST>(Walk(num_entries, FIRST), ahead, ring);
-        if constexpr (HAS_FIRST && HAS_SECOND) {
-            __syncwarp();
-            if (lane == 0) {
-                meet_all_blocks(&counters[arguments.counter], !second.is_done());
-                barrier_arrive(shared + MET_OFFSET);
+            if (!ahead.is_done()) {
+                send_for(ahead, ring.slot);
+                ahead.next();
             }
-            __syncwarp();
+            store(walk, t);
         }
-        if constexpr (HAS_SECOND) serve<SECOND>(second, ahead, ring);
     }
 };
 
 // ---- the warps that multiply ------------------------------------------------------------------
 
-// A warp's part of K in one of the products.
-template <int PRODUCT>
 struct Multiplier {
-    static constexpr int K = columns_of(PRODUCT);
-    static constexpr int K_BLOCKS = k_blocks_of(PRODUCT);
-    static constexpr int GROUPS = (K_BLOCKS + WARPS - 1) / WARPS;
-
     const uint32_t shared;
     const Arguments& arguments;
     const int warp;
@@ -380,7 +289,8 @@ struct Multiplier {
     }
 
     __device__ __forceinline__ void load_and_quantise_x() {
-        const unsigned short* row = arguments.x + lane / 4 * arguments.x_stride;
+        const unsigned short* row = static_cast<const unsigned short*>(arguments.x) +
+                                    lane / 4 * arguments.x_stride;
         const bool is_token = lane / 4 < arguments.num_tokens;
         uint4 pairs[GROUPS][CHUNKS][2];
 #pragma unroll
@@ -419,7 +329,8 @@ struct Multiplier {
 
     __device__ __forceinline__ void load_and_quantise_y(const Entry& entry) {
         const uint32_t choices = entry.choices_of(lane / 4, arguments.num_tokens);
-        const long long choice = lane / 4 * CHOSEN + __ffs(choices) - 1;
+        const float* row = static_cast<const float*>(arguments.x) +
+                           (lane / 4 * CHOSEN + __ffs(choices) - 1) * arguments.x_stride;
         float values[GROUPS][CHUNKS][16];
 #pragma unroll
         for (int group = 0; group < GROUPS; ++group) {
@@ -430,7 +341,7 @@ struct Multiplier {
                 for (int i = 0; i < 4; ++i) {
                     float4 four = {};
                     if (choices != 0 && column < K)
-                        four = load_fresh(arguments.y + choice * K + column + i * 4);
+                        four = load_fresh(row + column + i * 4);
                     values[group][chunk][4 * i] = four.x;
                     values[group][chunk][4 * i + 1] = four.y;
                     values[group][chunk][4 * i + 2] = four.z;
@@ -444,7 +355,7 @@ struct Multiplier {
 
     __device__ __forceinline__ void load_scales(float (&scales)[GROUPS], const Walk& walk) const {
         const float* of_block =
-            scales_of(arguments, PRODUCT, entry_of(shared, walk.entry).expert, walk.row());
+            scales_of(arguments, entry_of(shared, walk.entry).expert, walk.row());
 #pragma unroll
         for (int group = 0; group < GROUPS; ++group)
             scales[group] = group_of(group) < K_BLOCKS ? of_block[group_of(group)] : 0;
@@ -516,15 +427,19 @@ struct Multiplier {
         }
     }
 
-    // After x is there, of the first product; the second one's is loaded with each entry.
-    __device__ __forceinline__ void run(Walk walk, Ring& ring) {
-        if (walk.is_done()) return;
-        load_scales(weight_scale, walk);
-        if constexpr (PRODUCT == SECOND && HAS_FIRST) barrier_wait(shared + MET_OFFSET, 0);
+    __device__ __forceinline__ void run() {
+        if constexpr (SWIGLU) {
+            wait_for_previous_kernels();
+            load_and_quantise_x();
+        }
+        __syncthreads();  // the entries are known
+        Walk walk(load_shared_int(shared + COUNT_OFFSET));
+        if (!walk.is_done()) load_scales(weight_scale, walk);
+        if constexpr (!SWIGLU) wait_for_previous_kernels();
         const bool has_all = (warp + 1) * GROUPS * BLOCK <= K;
         int entry = -1;
-        while (!walk.is_done()) {
-            if (PRODUCT == SECOND && walk.entry != entry) {
+        for (Ring ring; !walk.is_done(); ring.advance()) {
+            if (!SWIGLU && walk.entry != entry) {
                 entry = walk.entry;
                 load_and_quantise_y(entry_of(shared, entry));
             }
@@ -541,7 +456,6 @@ struct Multiplier {
                 multiply_tile<false>(ring.slot);
             __syncwarp();
             if (lane == 0) barrier_arrive(shared + SUMMED_OFFSET + ring.slot * 8);
-            ring.advance();
             if (has_others) {
 #pragma unroll
                 for (int group = 0; group < GROUPS; ++group) weight_scale[group] = scales[group];
@@ -550,25 +464,6 @@ struct Multiplier {
         }
     }
 };
-
-__device__ __forceinline__ void multiply(uint32_t shared, const Arguments& arguments, int warp,
-                                         int lane) {
-    Ring ring;
-    if constexpr (HAS_FIRST) {
-        Multiplier<FIRST> first{shared, arguments, warp, lane};
-        wait_for_previous_kernels();
-        first.load_and_quantise_x();
-        __syncthreads();  // the entries are known
-        first.run(Walk(load_shared_int(shared + COUNT_OFFSET), FIRST), ring);
-    } else {
-        __syncthreads();
-        wait_for_previous_kernels();
-    }
-    if constexpr (HAS_SECOND) {
-        Multiplier<SECOND> second{shared, arguments, warp, lane};
-        second.run(Walk(load_shared_int(shared + COUNT_OFFSET), SECOND), ring);
-    }
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     experts_fp8_few(const __grid_constant__ Arguments arguments) {
@@ -582,12 +477,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 barrier_init(shared + FULL_OFFSET + slot * 8, 1);
                 barrier_init(shared + SUMMED_OFFSET + slot * 8, WARPS);
             }
-            barrier_init(shared + MET_OFFSET, 1);
             barrier_init_fence();
         }
         __syncwarp();
         Keeper{shared, arguments, lane}.run();
     } else {
-        multiply(shared, arguments, warp, lane);
+        Multiplier multiplier{shared, arguments, warp, lane};
+        multiplier.run();
     }
 }

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gptoss_kernels.contracts import MAXIMUM_EXPERTS
-from gptoss_kernels.cuda import few_rows_fp8, runtime
+from gptoss_kernels.cuda import runtime
 from gptoss_kernels.cuda.gemm_fp8 import Arguments, Tile, kernel
 from gptoss_kernels.fp8 import BLOCK
 
@@ -123,10 +123,6 @@ def prepare(
     (rows, k), (num_experts, n, _) = x.shape, weight.shape
     operator = {"x_group": x_group, "swiglu": swiglu, "out_group": out_group}
     if tile is None:
-        few = few_rows_fp8.choose_tile(rows, n, k, **operator)
-        if few is not None:
-            tensors = (x, x_scale, expert_start, weight, weight_scale, bias, out, out_scale)
-            return few_rows_fp8.prepare(few, *tensors, alpha=alpha, limit=limit)
         tile = choose_tile(rows, num_experts, **operator)
     check_tile(tile, **operator)
     device = x.device.index

@@ -44,8 +44,7 @@ def grouped_swiglu_fp8(
 
     Whatever the launches before this one on the stream wrote may be read. Where the next launch is
     grouped_linear_fp8, it reads all but its `x` and `x_scale` while this one may still run: none of
-    that may lie in `out`. With 16 rows or fewer, two of these must not be under way at once on one
-    GPU, on two streams or in two graphs, as they share memory; one with a `tile` of its own may.
+    that may lie in `out`.
     """
     if out is None:
         rows, n, _ = contracts.sizes(x, weight, 3)

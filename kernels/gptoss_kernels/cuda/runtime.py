@@ -48,7 +48,6 @@ MINIMUM_DRIVER = (13, 0)
 
 _SHARED_BYTES_ATTRIBUTE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _WIDE_CLUSTERS_ATTRIBUTE = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
-_COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
 _DEPENDENT_LAUNCH = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _TYPES = {torch.float8_e4m3fn: 0, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
@@ -236,34 +235,24 @@ class Launch:
     """A kernel with its arguments, packed once, launched as often as they hold.
 
     The kernel may start before the one ahead of it on the stream has ended, and waits for it
-    inside (programmatic dependent launch); a CUDA graph captures that as well. Of a cooperative
-    one all blocks are at work at once, or none: they may wait for each other.
+    inside (programmatic dependent launch); a CUDA graph captures that as well.
     """
 
     def __init__(
-        self,
-        kernel: Kernel,
-        grid: int,
-        threads: int,
-        arguments: Sequence[ctypes.Structure],
-        *,
-        is_cooperative: bool = False,
+        self, kernel: Kernel, grid: int, threads: int, arguments: Sequence[ctypes.Structure]
     ) -> None:
         self._arguments = tuple(arguments)  # alive as long as their addresses are used
         self._addresses = (ctypes.c_void_p * len(arguments))(
             *(ctypes.addressof(argument) for argument in self._arguments)
         )
-        identities = (_DEPENDENT_LAUNCH, _COOPERATIVE)[: 1 + is_cooperative]
-        self._attributes = (_LaunchAttribute * len(identities))()
-        for attribute, identity in zip(self._attributes, identities, strict=True):
-            attribute.id = identity
-            attribute.value[0] = 1
+        self._attribute = _LaunchAttribute(id=_DEPENDENT_LAUNCH)
+        self._attribute.value[0] = 1
         self._config = _LaunchConfig(
             grid=(grid, 1, 1),
             block=(threads, 1, 1),
             shared_bytes=kernel.shared_bytes,
-            attributes=ctypes.cast(self._attributes, ctypes.POINTER(_LaunchAttribute)),
-            num_attributes=len(self._attributes),
+            attributes=ctypes.pointer(self._attribute),
+            num_attributes=1,
         )
         self._config_reference = ctypes.byref(self._config)
         self._kernel = kernel

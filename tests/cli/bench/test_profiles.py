@@ -61,7 +61,6 @@ def test_kernels_count_and_overlap_does_not_count_twice() -> None:
     ("kernel", "operator"),
     [
         ("attention_prefill_fp8", "attention"),
-        ("few_rows_fp8", "experts"),
         ("experts_fp8_few", "experts"),
         ("grouped_fp8", "experts"),
         ("dispatch_count", "dispatch"),

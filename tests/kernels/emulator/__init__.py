@@ -27,7 +27,6 @@ import ctypes
 import functools
 import hashlib
 import itertools
-import math
 import mmap
 import os
 import platform
@@ -95,10 +94,10 @@ class _Setting(ctypes.Structure):
 class Emulation:
     """How kernels run. Each launch takes the next seed.
 
-    resident: how many blocks, or clusters, are at work at a time; of a cooperative launch all are.
-    change: of a kernel's text, so that a test can show that a wrong one is seen. late: tensors that
-    the kernels before each launch wrote, so that there is poison until they have ended: see
-    hopper.cuh on early launch. seconds: of the CPU that a launch may take.
+    resident: how many blocks, or clusters, are at work at a time. change: of a kernel's text, so
+    that a test can show that a wrong one is seen. late: tensors that the kernels before each launch
+    wrote, so that there is poison until they have ended: see hopper.cuh on early launch. seconds:
+    of the CPU that a launch may take.
     """
 
     seed: int = 0
@@ -115,8 +114,6 @@ class Emulation:
         block: tuple[int, int, int],
         shared_bytes: int,
         arguments: ctypes.Array[ctypes.c_void_p],
-        *,
-        is_cooperative: bool,
     ) -> None:
         source = _with_places(spec)
         if self.change:
@@ -127,9 +124,8 @@ class Emulation:
         run, library = _compiled(source, spec.name, spec.defines)
         seed, self.seed = self.seed, self.seed + 1
         late = (_Late * len(self.late))(*((x.data_ptr(), _extent(x)) for x in self.late))
-        resident = math.prod(grid) if is_cooperative else self.resident
         setting = _Setting(
-            *(grid, block, shared_bytes, resident, seed, self.seconds, len(late), late)
+            *(grid, block, shared_bytes, self.resident, seed, self.seconds, len(late), late)
         )
         if message := run(ctypes.byref(setting), arguments):
             words = _with_lines(message.decode(), library)
@@ -218,11 +214,7 @@ class _Driver:
         launch = config._obj
         grid, block = tuple(launch.grid), tuple(launch.block)
         assert self.emulation, "a kernel that was loaded by the emulator is launched outside of it"
-        attributes = [launch.attributes[i].id for i in range(launch.num_attributes)]
-        self.emulation.launch(
-            *(function, grid, block, launch.shared_bytes, arguments),
-            is_cooperative=runtime._COOPERATIVE in attributes,
-        )
+        self.emulation.launch(function, grid, block, launch.shared_bytes, arguments)
         return 0
 
     def cuTensorMapEncodeTiled(  # noqa: N802

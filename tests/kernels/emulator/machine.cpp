@@ -5,7 +5,7 @@
 // Everything asynchronous is as late or as early as it may be, also by that seed:
 //
 // - A bulk copy poisons its destination at once and fills it later: when a number is drawn, or when
-//   no thread can run, or those that can have polled a hundred times.
+//   no thread can run.
 // - A thread's own copy poisons its destination as well, and fills it at once or only when the
 //   thread waits for its group.
 // - A product of the tensor cores poisons its sums at once, reads its operands now or when somebody
@@ -72,7 +72,6 @@ volatile sig_atomic_t is_over;  // the time that a launch may take
 std::vector<std::unique_ptr<Cluster>> residents;
 std::vector<void*> free_stacks;
 bool previous_ended;
-unsigned num_polls;  // in vain, perhaps, for what comes by itself
 std::vector<std::vector<unsigned char>> written_late;
 Waiters waiting_for_previous;
 void (*kernel)(void**);
@@ -177,10 +176,7 @@ void fail(const char* format, ...) {
 
 void pause(bool polls) {
     if (!polls && !is_preempted && !happens(temper.pause)) return;
-    if (polls) {
-        self().warp->priority = draw() | 1;
-        ++num_polls;
-    }
+    if (polls) self().warp->priority = draw() | 1;
     leave();
 }
 
@@ -426,18 +422,6 @@ void retire() {
     }
 }
 
-// Something that comes by itself, if there is anything.
-bool come_by_itself() {
-    num_polls = 0;
-    if (!copies.empty())
-        finish_copy(draw() % copies.size());
-    else if (!previous_ended)
-        end_previous();
-    else
-        return false;
-    return true;
-}
-
 void run(unsigned cluster_size) {
     const unsigned num_blocks = grid_size.x * grid_size.y * grid_size.z;
     std::vector<unsigned> order;
@@ -460,11 +444,14 @@ void run(unsigned cluster_size) {
         if (residents.empty()) return;
         if (!copies.empty() && happens(temper.complete)) finish_copy(draw() % copies.size());
         if (!previous_ended && happens(temper.complete / 8)) end_previous();
-        if (num_polls > 100) come_by_itself();
         if (Warp* warp = choose()) {
             run_warp(*warp);
             if (warp->live == 0) retire();
-        } else if (!come_by_itself()) {
+        } else if (!copies.empty()) {
+            finish_copy(draw() % copies.size());
+        } else if (!previous_ended) {
+            end_previous();
+        } else {
             give_up("deadlock");
         }
         if (is_over) give_up("no end in sight");
