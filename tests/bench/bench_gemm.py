@@ -21,12 +21,18 @@ from __future__ import annotations
 
 from activations import bench_activations
 from dense import bench_dense
+from experts import bench_experts
 from grouped import ALSO, bench_grouped
 from running import EXPERTS, parser_of, run
 
 from gptoss_kernels.fp8 import SWIGLU_GROUP
 
-RUNS = {"dense": bench_dense, "grouped": bench_grouped, "activations": bench_activations}
+RUNS = {
+    "dense": bench_dense,
+    "grouped": bench_grouped,
+    "experts": bench_experts,
+    "activations": bench_activations,
+}
 
 
 def main() -> None:

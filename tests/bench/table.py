@@ -26,7 +26,15 @@ ACTIVATIONS = (
 )
 ATTENTION = ("attention_prefill", "attention_decode")
 SAMPLING = ("sample", "logprobs")
-BENCHMARKS = ("linear", "moe_gemm", *ACTIVATIONS, "rope_and_cache_write", *ATTENTION, *SAMPLING)
+BENCHMARKS = (
+    "linear",
+    "moe_gemm",
+    "experts_fp8",
+    *ACTIVATIONS,
+    "rope_and_cache_write",
+    *ATTENTION,
+    *SAMPLING,
+)
 OTHERS = ("Triton-lang", "deepgemm operators")  # of ours
 # cuBLASLt by row scales by row, and cuDNN has no sinks, which is less work, and MXFP4 is half the
 # bytes: no peers.
