@@ -361,11 +361,6 @@ MUTANTS = {
         "        __syncthreads();\n",
         "",
     ),
-    "sums are announced before all lanes wrote theirs": (
-        lambda *given: grouped_error(FEW, False, *given),
-        "            __syncwarp();\n            if (lane == 0) barrier_arrive(shared + SUMMED",
-        "            if (lane == 0) barrier_arrive(shared + SUMMED",
-    ),
     "sums are left before all lanes wrote theirs": (
         lambda *given: attention_error(DECODES, *given),
         "__syncwarp();\n        if (lane == 0) barrier_arrive(left(",
@@ -382,11 +377,6 @@ MUTANTS = {
         lambda *given: attention_error(PREFILLS, *given),
         "__syncwarp();\n        if (lane == 0) barrier_arrive(empty);",
         "if (lane == 0) barrier_arrive(empty);",
-    ),
-    "the last but one block quantises": (
-        lambda *given: grouped_error(FEW, True, *given),
-        "atomicAdd(counter, 1) == num_blocks - 1;",
-        "atomicAdd(counter, 1) == num_blocks - 2;",
     ),
     "a job is overwritten before all have it": (
         lambda *given: grouped_error(MANY, False, *given),

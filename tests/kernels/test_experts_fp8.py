@@ -183,6 +183,15 @@ WRONG = (
     ("choices &= choices - 1) {\n                const", "choices = 0) {\n                const"),
     ("is_expert ? lane : -1", "lane"),
     ("barrier_wait(shared + SUMMED_OFFSET + ring.slot * 8, ring.phase);", ";"),
+    # Sums are announced before all lanes wrote theirs, and a bias is taken before it came.
+    (
+        "__syncwarp();\n            if (lane == 0) barrier_arrive(shared + SUMMED",
+        "if (lane == 0) barrier_arrive(shared + SUMMED",
+    ),
+    (
+        "barrier_wait(shared + FULL_OFFSET + ring.slot * 8, ring.phase);\n            const float4",
+        "const float4",
+    ),
     ("(lane % 4 * 2 + i) * 4", "(lane % 4 * 2) * 4"),  # the scale of the token before
     ("BIAS_OFFSET + ring.slot * BIAS_BYTES", "BIAS_OFFSET"),
     ("min(UNITS - inside, BLOCK_UNITS - inside % BLOCK_UNITS)", "UNITS - inside"),
