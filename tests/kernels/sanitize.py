@@ -14,8 +14,9 @@ filled: one lane of a warp speaks for all (experts_fp8_few, attention), or threa
 barrier and do not wait there (linear_fp8). The same kernels where each lane speaks for itself, or
 all wait (sanitized.twin_of), have rows of their own. A report of a served one that has nothing but
 races of stores with loads is known if its twin's is empty in the same run: what else there may be,
-that one would show, but for a thread that speaks too early (test_emulator.py and test_experts_fp8.py are there for that). So
-it does not matter that racecheck stops counting at ten million hazards of a served one.
+that one would show, but for a thread that speaks too early (test_emulator.py and
+test_experts_fp8.py are there for that). So it does not matter that racecheck stops counting at ten
+million hazards of a served one.
 
 Races within the kernels of a library that an operator calls (cuBLAS) are counted apart: no errors.
 Exit status 1 if anything else is reported, or a result is wrong.
