@@ -87,9 +87,8 @@ class AttentionOperators(Protocol):
     plans its prefills on the host.
 
     All run on the current stream, one after the other, but a launch may begin while the one just
-    before it still runs (programmatic dependent launch). That one must not write what is read at
-    once, though one before it may: by attention `query_start`, `seq_lens`, `page_tables` and
-    `sinks`, by rope_and_cache_write all but `qkv`.
+    before it still runs (programmatic dependent launch). That one must not write `query_start`,
+    `seq_lens`, `page_tables` or `sinks`, which attention reads at once, though one before it may.
     """
 
     def rope_and_cache_write(
