@@ -1,4 +1,4 @@
-"""The Triton model `gpt_oss_engine`: tensors in, token ids out, over an EngineLoop.
+"""The Triton model `gpt_oss_engine`: tensors in, token ids out, over an engine.
 
 Each request becomes one generation with an id minted here (client ids are often empty, and
 repeat). What is wrong with a request is answered at once with a code; once admitted, a failure
@@ -18,7 +18,9 @@ import sys
 import threading
 import time
 import uuid
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils  # pyright: ignore[reportMissingImports]
@@ -33,7 +35,8 @@ from gptoss_backend.parameters import (
 from gptoss_backend.server import CONTROL_KEY_VARIABLE
 from gptoss_backend.streams import Stream, StreamResponse, Streams
 from gptoss_engine.config import EngineConfig
-from gptoss_engine.engine import load_engine_loop
+from gptoss_engine.engine_process import EngineProcess, is_apart
+from gptoss_engine.messages import LOG_FORMAT
 from gptoss_engine.types import (
     GenerationRequest,
     InvalidRequest,
@@ -43,6 +46,9 @@ from gptoss_engine.types import (
     Unsupported,
 )
 
+if TYPE_CHECKING:
+    from gptoss_engine.engine import EngineLoop
+
 _METRICS_SECONDS = 0.25
 _LAST_WORDS_SECONDS = 5.0
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
@@ -50,17 +56,27 @@ _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 logger = logging.getLogger(__name__)
 
 
+def start_engine(
+    config: EngineConfig, delivering: Callable[[], AbstractContextManager[Any]]
+) -> "EngineLoop | EngineProcess":
+    if is_apart(config):
+        return EngineProcess(config, delivering)
+    from gptoss_engine.engine import EngineLoop, load_engine  # brings torch
+
+    return EngineLoop(load_engine(config), delivering)
+
+
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+        logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
         parameters = json.loads(args["model_config"]).get("parameters", {})
         config = EngineConfig.from_mapping(
             {name: value["string_value"] for name, value in parameters.items()}
         )
         self._control_key = os.environ.get(CONTROL_KEY_VARIABLE)
-        self._engine = load_engine_loop(config)
+        self._streams = Streams(config.stream_interval, self._abort, self._record)
+        self._engine = start_engine(config, self._streams.at_once)
         self._metrics = EngineMetrics(pb_utils, args["model_name"], args["model_version"])
-        self._streams = Streams(config.stream_interval, self._engine.abort, self._record)
         self._stopped = threading.Event()
         self._reporter = threading.Thread(target=self._report, name="metrics", daemon=True)
         self._reporter.start()
@@ -128,6 +144,9 @@ class TritonPythonModel:
             client.send(StreamResponse(0, TokenChunk("", finish_reason=reason)))
 
         threading.Thread(target=answer, name="drain", daemon=True).start()
+
+    def _abort(self, generation_id: str) -> None:
+        self._engine.abort(generation_id)
 
     def _record(self, stream: Stream) -> None:
         first = stream.first_token_at

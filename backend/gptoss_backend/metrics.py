@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, get_args
 
-from gptoss_engine.engine import EngineStats
-from gptoss_engine.types import FinishReason
+from gptoss_engine.types import EngineStats, FinishReason
 
 _SECONDS = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0]
 _SECONDS_A_TOKEN = [0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5]

@@ -10,8 +10,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from gptoss_engine.types import TokenChunk, TokenLogprob
 
@@ -80,7 +81,7 @@ class Streams:
         self._stream_interval = stream_interval
         self._abort = abort
         self._finished = finished
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(threading.RLock())
         self._open: dict[str, Stream] = {}
         self._due: dict[str, Stream] = {}
         self._is_closed = False
@@ -94,6 +95,10 @@ class Streams:
             self._open[stream.generation_id] = stream
             self._due[stream.generation_id] = stream
             self._changed.notify_all()
+
+    def at_once(self) -> AbstractContextManager[Any]:
+        """While it is entered, its thread's pushes are one: the sender hears of them at the end."""
+        return self._changed
 
     def push(self, stream: Stream, chunk: TokenChunk) -> None:
         with self._changed:

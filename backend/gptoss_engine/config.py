@@ -63,6 +63,8 @@ class EngineConfig:
         that finds a free place among max_num_seqs is not waiting.
     default_max_tokens: the answer's limit when a request names none; 0 is what the context leaves.
     stream_interval: tokens a stream gathers before a response is sent, after its first token.
+    engine_process: "on" gives the server's engine a process of its own, so that sending responses
+        costs it no step; "off" has it in the process that sends. "auto" is on on a GPU.
     """
 
     model: str = DEFAULT_MODEL
@@ -92,6 +94,7 @@ class EngineConfig:
     default_max_tokens: int = 0
     default_timeout_seconds: float = 600.0
     stream_interval: int = 1
+    engine_process: Literal["auto", "on", "off"] = "off"
     enable_prefix_caching: bool = False
 
     def __post_init__(self) -> None:

@@ -8,10 +8,10 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import Protocol
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, Protocol
 
 from gptoss_engine.config import EngineConfig, InvalidConfig
 from gptoss_engine.decoding import Decoder
@@ -22,6 +22,7 @@ from gptoss_engine.runner import load_runner
 from gptoss_engine.scheduler import Scheduler
 from gptoss_engine.sequence import ScheduledStep, Sequence, StepOutput
 from gptoss_engine.types import (
+    EngineStats,
     FinishReason,
     GenerationRequest,
     InvalidRequest,
@@ -67,23 +68,6 @@ class StepRunner(Protocol):
     def launch(self, step: ScheduledStep) -> Pending:
         """Reads all that the step needs of its sequences before it returns; may not wait for it."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Gauges at one moment, and counters since the start."""
-
-    num_waiting: int
-    num_waiting_tokens: int
-    num_running: int
-    num_pages: int
-    num_used_pages: int
-    num_window_pages: int
-    num_used_window_pages: int
-    num_preemptions: int
-    num_prompt_tokens: int
-    num_generated_tokens: int
-    num_finished: Mapping[FinishReason, int]
 
 
 class Engine:
@@ -247,7 +231,7 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
             num_prompt_tokens=scheduler.num_prompt_tokens,
             num_generated_tokens=scheduler.num_generated_tokens,
-            num_finished=MappingProxyType(dict(scheduler.num_finished)),
+            num_finished=dict(scheduler.num_finished),
         )
 
     def _check_vocabulary(self, request: GenerationRequest) -> None:
@@ -271,10 +255,17 @@ class EngineLoop:
     from the loop's thread. Callbacks must only enqueue: everybody's next token waits for them. A
     generation whose callback raises is aborted and hears no more.
     Deadlines need no timer: while anything is open the loop steps, and each step looks at them.
+
+    delivering: entered around the callbacks of each step, for whoever takes them together.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        delivering: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
         self._engine = engine
+        self._delivering = delivering
         # Guards all below. The engine itself is the loop thread's alone.
         self._condition = threading.Condition()
         self._arrivals: list[Sequence] = []
@@ -411,17 +402,18 @@ class EngineLoop:
             # Before anybody hears of an end: who asks again at once finds the place free.
             self._stats = self._engine.stats()
         done: list[str] = []
-        for chunk in chunks:
-            with self._condition:
-                _, on_chunk = self._open[chunk.generation_id]
-            if chunk.finish_reason:
-                done.append(chunk.generation_id)
-            try:
-                on_chunk(chunk)
-            except Exception:
-                log.exception("generation %s: its callback failed", chunk.generation_id)
-                self._engine.abort(chunk.generation_id)
-                done.append(chunk.generation_id)
+        with self._delivering():
+            for chunk in chunks:
+                with self._condition:
+                    _, on_chunk = self._open[chunk.generation_id]
+                if chunk.finish_reason:
+                    done.append(chunk.generation_id)
+                try:
+                    on_chunk(chunk)
+                except Exception:
+                    log.exception("generation %s: its callback failed", chunk.generation_id)
+                    self._engine.abort(chunk.generation_id)
+                    done.append(chunk.generation_id)
         with self._condition:
             # Only now, so that a drained loop has delivered all.
             for generation_id in done:
@@ -448,9 +440,14 @@ class EngineLoop:
         )
 
 
+def load_engine(config: EngineConfig) -> Engine:
+    """The whole engine for a configuration: weights loaded, cache allocated."""
+    return Engine(config, load_runner(config))
+
+
 def load_engine_loop(config: EngineConfig) -> EngineLoop:
-    """The whole engine for a configuration: weights loaded, cache allocated, thread running."""
-    return EngineLoop(Engine(config, load_runner(config)))
+    """The same, and its thread running."""
+    return EngineLoop(load_engine(config))
 
 
 def _said(error: Exception) -> str:

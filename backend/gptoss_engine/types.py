@@ -130,6 +130,23 @@ class TokenChunk:
     num_cached_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Gauges at one moment, and counters since the start."""
+
+    num_waiting: int
+    num_waiting_tokens: int
+    num_running: int
+    num_pages: int
+    num_used_pages: int
+    num_window_pages: int
+    num_used_window_pages: int
+    num_preemptions: int
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    num_finished: Mapping[FinishReason, int]
+
+
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 60
 

@@ -117,6 +117,27 @@ def test_what_piles_up_is_merged(bench: Bench) -> None:
     assert streams.wait_empty(WAIT_SECONDS)
 
 
+def test_what_is_pushed_at_once_is_heard_of_at_once(bench: Bench) -> None:
+    streams, clients = bench.streams(), [FakeClient(), FakeClient()]
+    both = [Stream(name, client) for name, client in zip("ab", clients, strict=True)]
+    for stream, client in zip(both, clients, strict=True):
+        streams.open(stream)
+        client.wait(lambda client=client: len(client.received) == 1)
+    with streams.at_once():
+        for token_id in (1, 2):
+            for stream in both:
+                streams.push(stream, _chunk(token_id))
+        assert [client.token_ids for client in clients] == [[], []]
+    for client in clients:
+        client.wait(lambda client=client: client.token_ids == [1, 2])
+        assert [each.chunk.token_ids for each in client.received if each.chunk.token_ids] == [
+            (1, 2)
+        ], "one response"
+    for stream in both:
+        streams.push(stream, _chunk(end=True))
+    assert streams.wait_empty(WAIT_SECONDS)
+
+
 def test_first_token_goes_at_once_and_later_ones_by_the_interval(bench: Bench) -> None:
     streams, client = bench.streams(stream_interval=4), FakeClient()
     stream = Stream("g", client)

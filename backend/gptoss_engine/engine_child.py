@@ -1,0 +1,208 @@
+"""The process that `EngineProcess` starts: an EngineLoop, told and telling over one socket.
+
+It ends when it is told to, or when the other end of the socket is closed: then its parent is dead,
+and whatever the loop is doing, the process ends and gives its GPU's memory back.
+"""
+
+import faulthandler
+import importlib
+import logging
+import os
+import pickle
+import signal
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, BinaryIO
+
+from gptoss_engine.engine import EngineLoop
+from gptoss_engine.messages import (
+    LOG_FORMAT,
+    PICKLE_PROTOCOL,
+    Abort,
+    Chunk,
+    Drain,
+    Ready,
+    Report,
+    Start,
+    Stop,
+    Submit,
+)
+from gptoss_engine.types import EngineStats, InvalidRequest, TokenChunk, Unavailable
+
+log = logging.getLogger(__name__)
+
+
+def run(descriptor: int) -> None:
+    """The whole life of the process; returns never."""
+    faulthandler.enable()
+    # A terminal or a supervisor may signal all processes at once: the parent says when to end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+    connection = socket.socket(fileno=descriptor)
+    connection.set_inheritable(False)
+    commands = connection.makefile("rb")
+    child = _Child(Outbox(connection))
+    start = pickle.load(commands)
+    obeying = threading.Thread(target=child.obey, args=(commands,), name="commands", daemon=True)
+    obeying.start()
+    child.load(start)
+    obeying.join()
+
+
+class Outbox:
+    """Messages on their way to the parent, in order.
+
+    What the socket takes at once is written by whoever puts it, so that no token waits for another
+    thread's turn; the rest by a thread, so that no step waits for a parent that does not read.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._changed = threading.Condition()
+        self._backlog: deque[bytes] = deque()
+        threading.Thread(target=self._run, name="outbox", daemon=True).start()
+
+    def put(self, make: Callable[[], object | None]) -> None:
+        """Send what `make` returns, if anything. It is called when its turn has come.
+
+        So no message shows an earlier state than the message before it.
+        """
+        with self._changed:
+            message = make()
+            if message is None:
+                return
+            data = pickle.dumps(message, PICKLE_PROTOCOL)
+            if not self._backlog:
+                data = data[self._write_some(data) :]
+            if data:
+                self._backlog.append(data)
+                self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Wait until everything is written."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._backlog)
+
+    def _write_some(self, data: bytes) -> int:
+        try:
+            return self._connection.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            return 0
+        except OSError:  # The parent is dead, which ends this process in a moment.
+            return len(data)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._backlog)
+                data = self._backlog[0]
+            with suppress(OSError):
+                self._connection.sendall(data, socket.MSG_NOSIGNAL)
+            with self._changed:
+                self._backlog.popleft()
+                self._changed.notify_all()
+
+
+class _Child:
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+        self._loop: EngineLoop
+        self._chunks: list[Chunk] = []  # of the step that is delivered now: the loop's thread only
+        self._told: tuple[EngineStats, bool] | None = None
+
+    def load(self, start: Start) -> None:
+        """The engine, running; or the parent hears why not, and closes the socket."""
+        try:
+            module, function = start.loader.split(":")
+            engine = getattr(importlib.import_module(module), function)(start.config)
+            self._loop = EngineLoop(engine, self._delivering)
+        except Exception as error:
+            log.exception("the engine cannot be loaded")
+            refusal = _sendable(error)
+            self._outbox.put(lambda: refusal)
+        else:
+            self._outbox.put(lambda: Ready(self._loop.stats))
+
+    def obey(self, commands: BinaryIO) -> None:
+        """Commands until the parent is gone."""
+        try:
+            while True:
+                self._do(pickle.load(commands))
+        except (EOFError, OSError, pickle.UnpicklingError):
+            log.info("the engine's process ends: its parent has closed the connection")
+        except Exception:
+            log.exception("the engine's process ends: it cannot do what it was told")
+        finally:
+            os._exit(1)
+
+    def _do(self, command: Submit | Abort | Drain | Stop) -> None:
+        match command:
+            case Submit(number, request):
+                on_chunk = partial(self._add, number)
+                self._answer(number, lambda: self._loop.submit(request, on_chunk))
+            case Abort():
+                self._loop.abort(*command)
+            case Drain(number, seconds):
+                _start(lambda: self._answer(number, lambda: self._loop.drain(seconds)))
+            case Stop():
+                _start(self._end)
+
+    def _answer(self, number: int, call: Callable[[], bool | None]) -> None:
+        try:
+            value = call()
+        except (InvalidRequest, Unavailable) as error:
+            value = error
+        except Exception as error:
+            log.exception("a command failed")
+            value = RuntimeError(f"{type(error).__name__}: {error}")
+        self._outbox.put(lambda: Report(*self._state(), answer=(number, value)))
+
+    def _add(self, number: int, chunk: TokenChunk) -> None:
+        fields = (
+            chunk.token_ids,
+            chunk.logprobs,
+            chunk.finish_reason,
+            chunk.error,
+            chunk.num_prompt_tokens,
+            chunk.num_cached_tokens,
+        )
+        self._chunks.append((number, fields))
+
+    @contextmanager
+    def _delivering(self) -> Iterator[None]:
+        yield
+        chunks, self._chunks = self._chunks, []
+        self._outbox.put(lambda: self._news(chunks))
+
+    def _news(self, chunks: list[Chunk]) -> Report | None:
+        told, state = self._told, self._state()
+        return Report(*state, chunks) if chunks or state != told else None
+
+    def _state(self) -> tuple[EngineStats, bool]:
+        """For a message that is sent now."""
+        self._told = self._loop.stats, self._loop.is_broken
+        return self._told
+
+    def _end(self) -> None:
+        self._loop.stop()
+        self._outbox.flush()
+        logging.shutdown()
+        os._exit(0)
+
+
+def _start(function: Callable[[], Any]) -> None:
+    threading.Thread(target=function, daemon=True).start()
+
+
+def _sendable(error: Exception) -> Exception:
+    """The same exception if the parent can read it, else its words."""
+    try:
+        return pickle.loads(pickle.dumps(error))
+    except Exception:
+        log.exception("the error cannot be sent as it is")
+        return RuntimeError(f"{type(error).__name__}: {error}")

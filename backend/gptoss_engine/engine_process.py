@@ -1,0 +1,304 @@
+"""An EngineLoop in a process of its own, behind the same verbs.
+
+Whatever else the caller's process does under its interpreter's lock, such as sending responses,
+costs the engine no step. A step's chunks arrive as one message. Neither torch nor a GPU's driver
+is loaded here.
+"""
+
+import itertools
+import logging
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gptoss_engine.config import EngineConfig, InvalidConfig, has_gpu
+from gptoss_engine.messages import (
+    PICKLE_PROTOCOL,
+    Abort,
+    Chunk,
+    Drain,
+    Ready,
+    Report,
+    Start,
+    Stop,
+    Submit,
+)
+from gptoss_engine.types import (
+    EngineStats,
+    FinishReason,
+    GenerationRequest,
+    TokenChunk,
+    Unavailable,
+)
+
+LOADER = "gptoss_engine.engine:load_engine"
+_PROGRAM = (
+    "import sys; sys.path[:] = sys.argv[2:]; "
+    "from gptoss_engine.engine_child import run; run(int(sys.argv[1]))"
+)
+_STOP_SECONDS = 10.0
+_REAP_SECONDS = 1.0
+
+log = logging.getLogger(__name__)
+
+
+def is_apart(config: EngineConfig) -> bool:
+    """Whether the engine gets a process of its own: "auto" is on a GPU."""
+    if config.engine_process == "auto":
+        return config.device == "cuda" or (config.device == "auto" and has_gpu())
+    return config.engine_process == "on"
+
+
+@dataclass(frozen=True, slots=True)
+class _Generation:
+    generation_id: str
+    num_prompt_tokens: int
+    on_chunk: Callable[[TokenChunk], None]
+
+
+class EngineProcess:
+    """An engine in a child process: submit, abort, drain and stop as EngineLoop has them.
+
+    Each generation gets its chunks in order and exactly one final chunk, whatever happens to the
+    child, all from one thread; no step waits for the callbacks. `delivering` is entered around the
+    callbacks of each step. loader: "module:function", which makes the child's Engine.
+
+    What EngineLoop's loading raises, this raises too, in the same words.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        delivering: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        *,
+        loader: str = LOADER,
+    ) -> None:
+        self._delivering = delivering
+        self._numbers = itertools.count()
+        self._sending = threading.Lock()
+        # Guards all below.
+        self._lock = threading.Lock()
+        self._open: dict[int, _Generation] = {}
+        self._asked: dict[int, Future[bool | None]] = {}
+        self._is_broken = False
+        self._is_stopping = False
+        self._ended = ""
+        python = _python()
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [python, "-c", _PROGRAM, str(theirs.fileno()), *sys.path],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+        self._reports = self._socket.makefile("rb")
+        try:
+            self._stats = self._start(Start(config, loader))
+        except BaseException:
+            self._reap()
+            raise
+        self._receiver = threading.Thread(target=self._run, name="engine-process", daemon=True)
+        self._receiver.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the engine failed or its process died. This process should end, too."""
+        return self._is_broken
+
+    @property
+    def stats(self) -> EngineStats:
+        """As of the last step, or of the last request that was admitted since."""
+        return self._stats
+
+    def submit(self, request: GenerationRequest, on_chunk: Callable[[TokenChunk], None]) -> None:
+        """Admit a request from any thread, or raise InvalidRequest or Unavailable.
+
+        Waits for the child's word, but for no step.
+        """
+        number = next(self._numbers)
+        command = _pickled(Submit(number, request))
+        answer: Future[bool | None] = Future()
+        with self._lock:
+            if self._ended:
+                raise Unavailable(self._ended)
+            self._asked[number] = answer
+            self._open[number] = _Generation(
+                request.generation_id, len(request.token_ids), on_chunk
+            )
+        self._send(command)
+        answer.result()
+
+    def abort(self, generation_id: str, error: str = "", reason: FinishReason = "abort") -> None:
+        """End a generation from any thread; nothing happens if it is not open any more."""
+        self._send(_pickled(Abort(generation_id, error, reason)))
+
+    def drain(self, timeout: float) -> bool:
+        """Refuse new requests and let the open ones end; abort what is left after `timeout` s.
+
+        Returns when every final chunk is delivered: whether all of them ended by themselves.
+        """
+        number = next(self._numbers)
+        answer: Future[bool | None] = Future()
+        with self._lock:
+            has_ended = bool(self._ended)
+            if not has_ended:
+                self._asked[number] = answer
+        if has_ended:
+            self._receiver.join()  # It may still tell everybody.
+            return True
+        self._send(_pickled(Drain(number, timeout)))
+        return bool(answer.result())
+
+    def stop(self) -> None:
+        """Abort what is open and end the child, after the step that is running.
+
+        A child that does not end in time is killed.
+        """
+        with self._lock:
+            self._is_stopping = True
+        self._send(_pickled(Stop()))
+        self._receiver.join(_STOP_SECONDS)
+        if self._receiver.is_alive():
+            log.warning("the engine's process did not end in %g s: it is killed", _STOP_SECONDS)
+            self._process.kill()
+            self._receiver.join()
+
+    def _start(self, start: Start) -> EngineStats:
+        self._send(_pickled(start))
+        try:
+            answer = pickle.load(self._reports)
+        except (EOFError, OSError, pickle.UnpicklingError):
+            raise RuntimeError(f"the engine could not be loaded: {self._how_it_ended()}") from None
+        if isinstance(answer, Ready):
+            return answer.stats
+        raise answer
+
+    def _send(self, command: bytes) -> None:
+        """A child that is dead hears nothing: the receiver tells everybody."""
+        with self._sending:
+            try:
+                self._socket.sendall(command, socket.MSG_NOSIGNAL)
+            except OSError as error:
+                log.info("the engine's process is told nothing any more: %s", error)
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._take(pickle.load(self._reports))
+        except (EOFError, OSError, pickle.UnpicklingError):
+            pass
+        except Exception:
+            log.exception("what the engine's process says cannot be understood")
+        finally:
+            self._end()
+
+    def _take(self, report: Report) -> None:
+        # Before anybody hears of an end.
+        self._stats, self._is_broken = report.stats, report.is_broken
+        self._deliver(report.chunks)
+        if report.answer:
+            number, value = report.answer
+            with self._lock:
+                answer = self._asked.pop(number, None)
+                if isinstance(value, Exception):
+                    self._open.pop(number, None)
+            if answer is None:
+                return
+            if isinstance(value, Exception):
+                answer.set_exception(value)
+            else:
+                answer.set_result(value)
+
+    def _deliver(self, chunks: Sequence[Chunk]) -> None:
+        """Each chunk to its generation's callback; one that raises is aborted and hears no more."""
+        heard: list[tuple[int, _Generation, TokenChunk]] = []
+        with self._lock:
+            for number, fields in chunks:
+                if generation := self._open.get(number):
+                    if answer := self._asked.pop(number, None):
+                        answer.set_result(None)  # Who has a chunk was admitted.
+                    chunk = TokenChunk(generation.generation_id, *fields)
+                    heard.append((number, generation, chunk))
+                    if chunk.finish_reason:
+                        del self._open[number]
+        if not heard:
+            return
+        with self._delivering():
+            for number, generation, chunk in heard:
+                try:
+                    generation.on_chunk(chunk)
+                except Exception:
+                    log.exception("generation %s: its callback failed", chunk.generation_id)
+                    with self._lock:
+                        self._open.pop(number, None)
+                    self.abort(chunk.generation_id)
+
+    def _end(self) -> None:
+        """The last word to whoever has none yet, and an end without a zombie."""
+        how = self._how_it_ended()
+        with self._lock:
+            reason: FinishReason = "abort" if self._is_stopping else "error"
+            if self._is_stopping:
+                self._ended = "the engine is stopped"
+            else:
+                self._ended = f"the engine failed: {how}"
+                self._is_broken = True
+                log.critical("%s", self._ended)
+            asked, self._asked = self._asked, {}
+            refused = [answer for number, answer in asked.items() if self._open.pop(number, None)]
+            last_words = [
+                (number, ((), (), reason, self._ended, generation.num_prompt_tokens, 0))
+                for number, generation in self._open.items()
+            ]
+        self._deliver(last_words)
+        for answer in asked.values():
+            if answer in refused:
+                answer.set_exception(Unavailable(self._ended))
+            else:
+                answer.set_result(False)  # A drain that has cut somebody.
+        self._reap()
+
+    def _how_it_ended(self) -> str:
+        try:
+            code = self._process.wait(_REAP_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "its process closed the connection"
+        if code < 0:
+            return f"its process was killed by signal {-code} ({signal.strsignal(-code)})"
+        return f"its process ended with exit code {code}"
+
+    def _reap(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._reports.close()
+        with self._sending:
+            self._socket.close()
+
+
+def _pickled(command: object) -> bytes:
+    return pickle.dumps(command, PICKLE_PROTOCOL)
+
+
+def _python() -> str:
+    """The interpreter of this process; sys.executable may be what embeds it, as the server does."""
+    folder = Path(sys.prefix) / "bin"
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    for path in (folder / version, folder / "python3", Path(sys.executable)):
+        if path.is_file():
+            return str(path)
+    raise InvalidConfig(
+        f"engine_process must be off: there is no {version} in {folder} to run the engine in"
+    )

@@ -1,0 +1,508 @@
+"""The engine in a process of its own: the loop's promises, kept whatever happens to the child."""
+
+import os
+import pickle
+import queue
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from gptoss_engine import config as config_module
+from gptoss_engine import engine_process
+from gptoss_engine.config import EngineConfig, InvalidConfig
+from gptoss_engine.engine_child import Outbox
+from gptoss_engine.engine_process import EngineProcess, is_apart
+from gptoss_engine.model_config import InvalidCheckpoint
+from gptoss_engine.types import InvalidRequest, TokenChunk, TokenLogprob, Unavailable
+
+from .engines_in_child import (
+    EXIT,
+    HANG,
+    MARK,
+    MARK_VARIABLE,
+    MARKED_TOKENS,
+    RAISE,
+    SEGFAULT,
+    load,
+)
+from .fakes import answer, request
+
+SECONDS = 30
+ROOT = Path(__file__).parents[2]
+ENGINES = "tests.engine.engines_in_child"
+CONFIG = EngineConfig(
+    page_size=4, max_num_seqs=4, max_num_batched_tokens=16, max_waiting_requests=2
+)
+FOREVER: dict[str, Any] = {"max_tokens": 7000, "ignore_eos": True}
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Client:
+    """Keeps what a generation was told; `final` waits for its end."""
+
+    def __init__(self) -> None:
+        self.chunks: list[TokenChunk] = []
+        self._inbox: queue.SimpleQueue[TokenChunk] = queue.SimpleQueue()
+
+    def __call__(self, chunk: TokenChunk) -> None:
+        self._inbox.put(chunk)
+
+    def next(self) -> TokenChunk:
+        self.chunks.append(self._inbox.get(timeout=SECONDS))
+        return self.chunks[-1]
+
+    def final(self) -> TokenChunk:
+        while not self.next().finish_reason:
+            pass
+        return self.chunks[-1]
+
+    @property
+    def has_more(self) -> bool:
+        return not self._inbox.empty()
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(token_id for chunk in self.chunks for token_id in chunk.token_ids)
+
+
+@contextmanager
+def running(loader: str = "load", config: EngineConfig = CONFIG) -> Iterator[EngineProcess]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT))
+        engine = EngineProcess(config, loader=f"{ENGINES}:{loader}")
+    try:
+        yield engine
+    finally:
+        engine.stop()
+        assert engine._open == engine._asked == {}
+        assert not engine._receiver.is_alive()
+        assert not _is_alive(engine.pid), "neither a child nor a zombie is left"
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[EngineProcess]:
+    with running() as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(shared: EngineProcess) -> Iterator[EngineProcess]:
+    yield shared
+    _eventually(lambda: shared.stats.num_running == shared.stats.num_waiting == 0)
+    assert not shared.is_broken
+
+
+def submit(engine: EngineProcess, generation_id: str, **sampling: Any) -> Client:
+    client = Client()
+    engine.submit(request(generation_id, **sampling), client)
+    return client
+
+
+def _is_alive(pid: int) -> bool:
+    return (Path("/proc") / str(pid)).exists()
+
+
+def _is_running(pid: int) -> bool:
+    """A zombie is not: who inherits it has to bury it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def _eventually(condition: Callable[[], bool]) -> None:
+    pause = threading.Event()
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "not true in time"
+        pause.wait(0.01)
+
+
+def test_answers_as_the_engine_in_this_process_does(engine: EngineProcess) -> None:
+    here = load(CONFIG)
+    one = request("a", (5, 6, 7, 8, 9), max_tokens=30, logprobs=1, ignore_eos=True)
+    client = Client()
+    engine.submit(one, client)
+    final = client.final()
+    token_ids, reason = answer(here.prepare(one), here.runner.model_config.sliding_window)
+    assert (client.token_ids, final.finish_reason) == (token_ids, reason)
+    assert len(token_ids) == 30
+    logprobs = [each for chunk in client.chunks for each in chunk.logprobs]
+    assert logprobs == [TokenLogprob(-float(token_id)) for token_id in token_ids]
+    assert {chunk.generation_id for chunk in client.chunks} == {"a"}
+    assert {chunk.num_prompt_tokens for chunk in client.chunks} == {5}
+    assert not client.has_more
+
+
+def test_a_refused_request_raises_where_it_was_submitted(engine: EngineProcess) -> None:
+    here = load(CONFIG)
+    for token_ids, sampling in (((), {}), ((97,), {}), ((1,) * 8000, {}), ((1,), {"top": 1})):
+        client = Client()
+        if sampling:
+            with pytest.raises(InvalidRequest, match="unknown sampling parameter"):
+                engine.submit(request("a", token_ids, **sampling), client)
+            continue
+        with pytest.raises(InvalidRequest) as expected:
+            here.prepare(request("a", token_ids))
+        with pytest.raises(InvalidRequest) as refusal:
+            engine.submit(request("a", token_ids), client)
+        assert str(refusal.value) == str(expected.value)
+        assert not client.has_more
+    assert submit(engine, "a", max_tokens=1).final().finish_reason
+
+
+def test_an_open_generation_id_is_refused_and_its_owner_undisturbed(
+    engine: EngineProcess,
+) -> None:
+    client, other = submit(engine, "a", **FOREVER), Client()
+    with pytest.raises(InvalidRequest, match="generation_id must be unique, got 'a'"):
+        engine.submit(request("a"), other)
+    engine.abort("a", "enough")
+    final = client.final()
+    assert (final.finish_reason, final.error) == ("abort", "enough")
+    assert not other.has_more
+
+
+def test_the_queues_limits_refuse_with_unavailable(engine: EngineProcess) -> None:
+    clients = {f"g{n}": submit(engine, f"g{n}", **FOREVER) for n in range(4 + 2)}
+    with pytest.raises(Unavailable, match=r"as many as max_waiting_requests \(2\) allows"):
+        submit(engine, "late")
+    stats = engine.stats
+    assert stats.num_running + stats.num_waiting == 6, "who was admitted counts at once"
+    for name, client in clients.items():
+        engine.abort(name, reason="stop")
+        assert client.final().finish_reason == "stop"
+
+
+def test_a_deadline_is_the_same_moment_in_both_processes(engine: EngineProcess) -> None:
+    client = Client()
+    engine.submit(request("a", deadline=time.monotonic() + 0.2, **FOREVER), client)
+    final = client.final()
+    assert final.finish_reason == "abort"
+    assert "the deadline" in final.error
+
+
+def test_many_threads_get_their_tokens_in_order_and_one_end_each(engine: EngineProcess) -> None:
+    here = load(CONFIG)
+    clients: dict[str, tuple[Client, tuple[tuple[int, ...], str]]] = {}
+
+    def user(number: int) -> None:
+        draw = random.Random(number)
+        for index in range(15):
+            one = request(
+                f"{number}.{index}",
+                tuple(draw.choices(range(80), k=draw.randint(1, 12))),
+                max_tokens=draw.randint(1, 20),
+                seed=index,
+            )
+            client = Client()
+            while True:
+                try:
+                    engine.submit(one, client)
+                    break
+                except Unavailable:
+                    assert not client.has_more
+            clients[one.generation_id] = (client, answer(here.prepare(one), 4))
+            client.final()
+
+    threads = [threading.Thread(target=user, args=(n,)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(clients) == 90
+    for client, (token_ids, reason) in clients.values():
+        assert (client.token_ids, client.chunks[-1].finish_reason) == (token_ids, reason)
+        assert not client.has_more
+
+
+def test_a_step_is_delivered_at_once() -> None:
+    seen: list[list[str]] = []
+
+    @contextmanager
+    def delivering() -> Iterator[None]:
+        seen.append([])
+        yield
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT))
+        engine = EngineProcess(CONFIG, delivering, loader=f"{ENGINES}:load")
+    ended = threading.Semaphore(0)
+
+    def on_chunk(chunk: TokenChunk) -> None:
+        seen[-1].append(chunk.generation_id)
+        if chunk.finish_reason:
+            ended.release()
+
+    for name in "abc":
+        engine.submit(request(name, max_tokens=200, ignore_eos=True), on_chunk)
+    for _ in "abc":
+        assert ended.acquire(timeout=SECONDS)
+    engine.stop()
+    assert len([names for names in seen if sorted(names) == ["a", "b", "c"]]) > 100
+
+
+def test_a_callback_that_raises_costs_only_its_own_generation(engine: EngineProcess) -> None:
+    heard: list[TokenChunk] = []
+
+    def bad(chunk: TokenChunk) -> None:
+        heard.append(chunk)
+        raise RuntimeError("not my day")
+
+    engine.submit(request("bad", **FOREVER), bad)
+    good = submit(engine, "good", max_tokens=50, ignore_eos=True)
+    assert good.final().finish_reason == "length"
+    _eventually(lambda: engine.stats.num_running == 0)
+    assert len(heard) == 1
+
+
+def test_a_slow_reader_stops_no_step_and_gets_all_in_the_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(MARK_VARIABLE, str(tmp_path / "mark"))
+    may_go_on, slow = threading.Event(), Client()
+
+    def on_chunk(chunk: TokenChunk) -> None:
+        assert may_go_on.wait(SECONDS)
+        slow(chunk)
+
+    with running() as engine:
+        length = MARKED_TOKENS + 10
+        one = request("slow", (MARK, 1), max_tokens=length, logprobs=1, ignore_eos=True)
+        engine.submit(one, on_chunk)
+        _eventually((tmp_path / "mark").exists)
+        may_go_on.set()
+        assert slow.final().finish_reason == "length"
+        token_ids, _ = answer(load(CONFIG).prepare(one), 4)
+        assert slow.token_ids == token_ids
+        assert len(slow.chunks) == length
+
+
+def test_the_outbox_takes_more_than_the_socket_does_and_keeps_the_order() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, theirs.makefile("rb") as reader:
+        outbox = Outbox(ours)
+        for number in range(300):
+            outbox.put(lambda number=number: (number, b"x" * 10_000))
+        outbox.put(lambda: None)
+        for number in range(300):
+            assert pickle.load(reader) == (number, b"x" * 10_000)
+        outbox.flush()
+        outbox.put(lambda: "at once")
+        assert pickle.load(reader) == "at once"
+
+
+def _kill(engine: EngineProcess) -> None:
+    os.kill(engine.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("order", "words"),
+    [
+        (_kill, r"its process was killed by signal 9 \(Killed\)"),
+        (SEGFAULT, r"its process was killed by signal 11 \(Segmentation fault\)"),
+        (EXIT, "its process ended with exit code 3"),
+    ],
+)
+def test_a_child_that_dies_is_told_to_everybody(
+    order: int | Callable[[EngineProcess], None], words: str
+) -> None:
+    with running() as engine:
+        clients = [submit(engine, f"g{n}", **FOREVER) for n in range(3)]
+        for client in clients:
+            client.next()
+        if callable(order):
+            order(engine)
+        else:
+            clients.append(Client())
+            engine.submit(request("culprit", (order, 1)), clients[-1])
+        for client in clients:
+            final = client.final()
+            assert final.finish_reason == "error"
+            assert final.error.startswith("the engine failed: its process ")
+            assert (final.token_ids, final.num_prompt_tokens in (2, 3)) == ((), True)
+            assert not client.has_more
+        assert engine.is_broken
+        with pytest.raises(Unavailable, match=f"the engine failed: {words}"):
+            submit(engine, "late")
+        engine.abort("g0")
+        assert engine.drain(SECONDS)
+
+
+def test_a_broken_engine_says_so_in_its_own_words() -> None:
+    with running() as engine:
+        bystander, culprit = submit(engine, "a", **FOREVER), Client()
+        bystander.next()
+        assert not engine.is_broken
+        engine.submit(request("culprit", (RAISE, 1)), culprit)
+        for client in (bystander, culprit):
+            final = client.final()
+            assert final.finish_reason == "error"
+            assert final.error == "the engine failed: RuntimeError: the device fell off"
+            assert engine.is_broken
+        with pytest.raises(Unavailable, match="the device fell off"):
+            submit(engine, "late")
+        assert engine.drain(SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("loader", "kind", "sentence"),
+    [
+        ("refuse_config", InvalidConfig, "num_pages must be at least 7, got 0"),
+        ("refuse_checkpoint", InvalidCheckpoint, "model.safetensors ends early"),
+        ("fail", RuntimeError, "Unreadable: no luck"),
+        (
+            "end",
+            RuntimeError,
+            "the engine could not be loaded: its process ended with exit code 3",
+        ),
+    ],
+)
+def test_what_cannot_be_loaded_is_said_here(
+    loader: str, kind: type[Exception], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[Any]] = []
+    sound = subprocess.Popen
+
+    def popen(*args: Any, **kwargs: Any) -> subprocess.Popen[Any]:
+        started.append(sound(*args, **kwargs))
+        return started[-1]
+
+    monkeypatch.setattr(engine_process.subprocess, "Popen", popen)
+    with pytest.raises(kind) as refusal, running(loader):
+        pytest.fail("it was loaded")
+    assert type(refusal.value) is kind
+    assert str(refusal.value) == sentence
+    assert [_is_alive(each.pid) for each in started] == [False]
+
+
+def test_drain_lets_the_open_ones_end_and_cuts_at_its_limit() -> None:
+    with running() as engine:
+        short = submit(engine, "short", max_tokens=100, ignore_eos=True)
+        assert engine.drain(SECONDS)
+        assert short.has_more, "all is delivered before drain returns"
+        assert short.final().finish_reason == "length"
+        with pytest.raises(Unavailable, match="draining"):
+            submit(engine, "late")
+    with running() as engine:
+        long = submit(engine, "long", **FOREVER)
+        long.next()
+        assert not engine.drain(0.0)
+        final = long.final()
+        assert final.finish_reason == "abort"
+        assert "shutting down and waited 0 s" in final.error
+        assert engine.drain(0.0)
+
+
+def test_stop_ends_what_is_open_and_signals_alone_end_nothing() -> None:
+    with running() as engine:
+        clients = [submit(engine, f"g{n}", **FOREVER) for n in range(5)]
+        clients[0].next()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(engine.pid, number)
+        assert submit(engine, "later", max_tokens=1) is not None
+        engine.stop()
+        for client in clients:
+            final = client.final()
+            assert (final.finish_reason, final.error) == ("abort", "the engine is stopped")
+            assert not client.has_more
+        assert not engine.is_broken
+        with pytest.raises(Unavailable, match="the engine is stopped"):
+            submit(engine, "late")
+
+
+def test_a_child_that_hangs_is_killed_by_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_process, "_STOP_SECONDS", 0.2)
+    with running() as engine:
+        client = Client()
+        engine.submit(request("stuck", (HANG, 1)), client)
+        drained: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        drainer = threading.Thread(target=lambda: drained.put(engine.drain(SECONDS)))
+        drainer.start()
+        _eventually(lambda: len(engine._asked) == 1)
+        engine.stop()
+        assert client.final().finish_reason == "abort"
+        assert not drained.get(timeout=SECONDS)
+        drainer.join()
+
+
+_PARENT = f"""
+import sys, threading
+sys.path.insert(0, {str(ROOT)!r})
+from gptoss_engine.config import EngineConfig
+from gptoss_engine.engine_process import EngineProcess
+from tests.engine.fakes import request
+config = EngineConfig(page_size=4, max_num_batched_tokens=64)
+engine = EngineProcess(config, loader="{ENGINES}:" + sys.argv[1])
+engine.submit(request("a", (int(sys.argv[2]), 1), max_tokens=7000, ignore_eos=True), print)
+print("loaded", engine.pid, flush=True)
+threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize("when", [("load", "1"), ("load", str(HANG)), ("hang", "1")])
+def test_a_child_ends_with_its_parent(when: tuple[str, str]) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", _PARENT, *when], stdout=subprocess.PIPE, text=True
+    )
+    with parent:
+        assert parent.stdout is not None
+        child = 0
+        while not child:
+            line = parent.stdout.readline()
+            assert line, "the parent ended by itself"
+            if line.startswith("load"):
+                child = int(line.split()[1])
+        assert _is_running(child)
+        parent.kill()
+    _eventually(lambda: not _is_running(child))
+
+
+@pytest.mark.parametrize(
+    ("key", "device", "has_gpu", "expected"),
+    [
+        ("auto", "auto", True, True),
+        ("auto", "auto", False, False),
+        ("auto", "cuda", False, True),
+        ("auto", "cpu", True, False),
+        ("on", "cpu", False, True),
+        ("off", "cuda", True, False),
+    ],
+)
+def test_where_the_engine_lives(
+    key: Literal["auto", "on", "off"],
+    device: Literal["auto", "cpu", "cuda"],
+    has_gpu: bool,
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(config_module, "_DEVICES", tmp_path if has_gpu else tmp_path / "none")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert is_apart(EngineConfig(engine_process=key, device=device)) == expected
+
+
+def test_the_interpreter_is_found_beside_its_prefix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", "")
+    with pytest.raises(InvalidConfig, match="engine_process must be off: there is no python3"):
+        EngineProcess(CONFIG)
+    (tmp_path / "bin").mkdir()
+    for name in ("python3", f"python3.{sys.version_info.minor}"):
+        path = tmp_path / "bin" / name
+        path.touch()
+        assert engine_process._python() == str(path)
