@@ -26,7 +26,7 @@ _OPERATORS = tuple(
         (r"memcpy|memset|transfer", "copies"),
         (r"attention", "attention"),
         (r"rope", "RoPE and cache write"),
-        (r"grouped|experts", "experts"),
+        (r"grouped|experts_fp8", "experts"),
         (r"dispatch", "dispatch"),
         (r"combine", "combine"),
         (r"route|choose_experts", "router"),
