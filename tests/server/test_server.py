@@ -218,10 +218,12 @@ cli.main()
 
 
 @pytest.mark.server
-def test_serve_drains_on_sigterm(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine_process", ["off", "on"])
+def test_serve_drains_on_sigterm(tmp_path: Path, engine_process: str) -> None:
     ports = Ports.free()
+    options = ("--engine-process", engine_process)
     with (
-        _serving(ports, tmp_path / "log", model_repository()) as serve,
+        _serving(ports, tmp_path / "log", model_repository(), *options) as serve,
         ChatClient(ports.url("grpc")) as client,
     ):
         answer = client.ask(text_input="What is 1 + 1?", ignore_eos=True, max_tokens=150)
