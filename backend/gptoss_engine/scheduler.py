@@ -153,7 +153,6 @@ class Scheduler:
                 if NO_TOKEN in accepted:  # Its own rows alone: no row's mathematics has another's.
                     num_tokens = item.first + item.num_slots
                     error = f"the model's logits behind {num_tokens} tokens are not numbers"
-                    log.error("generation %s: %s", item.sequence.generation_id, error)
                     chunks.append(self._finish(item.sequence, "error", error=error))
                 else:
                     chunks.append(self._append(item.sequence, accepted, logprobs))

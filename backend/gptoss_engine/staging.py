@@ -19,9 +19,7 @@ from gptoss_engine.sequence import PageTables, ScheduledItem, ScheduledStep, Seq
 from gptoss_kernels.ops import NO_SEAT, PENDING, StepItem
 
 ALIGNMENT = 16  # bytes: of each array, as kernels read it
-# More than that the copy engine sends faster than a kernel does, which begins sooner. The kernel's
-# launches are prepared for each size: so there are few sizes.
-_MOST_BY_KERNEL, _UNIT = 65_536, 1024  # bytes
+_UNIT = 1024  # bytes that are sent, at least
 COPIES = 3  # of the memory that is sent: two steps may be under way while a third is written
 
 
@@ -37,18 +35,20 @@ _TYPES = {np.dtype(name): getattr(torch, name) for name in ("int32", "int64", "f
 
 
 class Staging:
-    """Memory on the device that one asynchronous copy a step fills from the host.
+    """Memory on the device that one kernel a step fills from the host's.
+
+    Whatever its size: the copy engine begins later, and kernels that begin early wait for kernels.
 
     The same shapes lie at the same addresses, whatever a graph or another step read there: copies
     and readers take turns on one stream. On a CPU the copy is made at once.
 
-    transfer: ops.transfer, for all steps but the largest.
+    transfer: ops.transfer.
     """
 
     def __init__(
         self, num_bytes: int, device: torch.device, transfer: Callable[[Tensor, Tensor], None]
     ) -> None:
-        num_bytes = -(-num_bytes // _UNIT) * _UNIT
+        num_bytes = _rounded(num_bytes)
         self._transfer = transfer
         self._is_cuda = device.type == "cuda"
         self._device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -76,12 +76,8 @@ class Staging:
             assert end <= len(memory), f"a step of more than {len(memory)} bytes"
             memory[offset:end] = each.reshape(-1).view(np.uint8)
             parts.append(Part(offset, each.shape, _TYPES[each.dtype]))
-        end = -(-end // _UNIT) * _UNIT
-        source, target = self._host[turn][:end], self._device[:end]
-        if end <= _MOST_BY_KERNEL:
-            self._transfer(source, target)
-        else:
-            target.copy_(source, non_blocking=True)
+        end = _rounded(end)
+        self._transfer(self._host[turn][:end], self._device[:end])
         if self._is_cuda:
             self._copied[turn].record()
         return tuple(parts)
@@ -91,6 +87,12 @@ class Staging:
         offset, shape, dtype = part
         memory = self._device[offset : offset + prod(shape) * dtype.itemsize]
         return memory.view(dtype).view(shape)
+
+
+def _rounded(num_bytes: int) -> int:
+    """Up, to few numbers: for each one a launch is prepared."""
+    unit = max(_UNIT, 2 ** max(num_bytes - 1, 0).bit_length() // 16)
+    return -(-num_bytes // unit) * unit
 
 
 class NewPages(NamedTuple):

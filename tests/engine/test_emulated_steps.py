@@ -20,7 +20,7 @@ from gptoss_engine.model import GptOss, rope_table
 from gptoss_engine.sequence import PageTables, ScheduledItem, ScheduledStep
 from gptoss_engine.staging import StagedStep
 from gptoss_engine.types import SamplingParams
-from gptoss_kernels import reference
+from gptoss_kernels import composed, reference
 from gptoss_kernels.composed import ComposedOperators
 from gptoss_kernels.cuda import operators as cuda
 from gptoss_kernels.ops import SamplingRows
@@ -120,13 +120,18 @@ DECODES = [(position, 1) for position in (5, 15, 16, 40, 63, 64, 90, 100, 126)] 
 
 
 @pytest.mark.parametrize(
-    ("parts", "graph"),
-    [(DECODES, True), ([*DECODES, (10, 25)], False)],
-    ids=["graph", "mixed"],
+    ("parts", "graph", "most_at_once"),
+    [(DECODES, True, 64), ([*DECODES, (10, 25)], False, 64), ([*DECODES, (10, 25)], False, 30)],
+    ids=["graph", "mixed", "mixed, experts in pieces"],
 )
 def test_a_step_by_kernels_is_that_of_the_reference(
-    model: GptOss, parts: list[tuple[int, int]], graph: bool
+    model: GptOss,
+    parts: list[tuple[int, int]],
+    graph: bool,
+    most_at_once: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(composed, "MAXIMUM_TOKENS", most_at_once)
     plain, ours = device(model, reference), device(model, Kernels())
     before = [each.clone() for each in ours.cached]
     output = plain.steps.launch(step_of(parts)).result()

@@ -181,7 +181,6 @@ __device__ __forceinline__ void multiply(Shared& shared, const Experts& experts,
             sums[0][i] + sums[1][i];
 }
 
-
 extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THREADS, 1)
     norm_route(const __grid_constant__ Arguments arguments) {
     __shared__ Shared shared;
