@@ -113,7 +113,8 @@ def _grouped(model: ModelSizes) -> Iterator[KernelSpec]:
         tiles.add(grouped_fp8.choose_tile(rows, experts, swiglu=True, **first))
         tiles.add(grouped_fp8.choose_tile(rows, experts, x_group=group))
     few = few_tiles(model.hidden, model.intermediate, model.experts_per_token)
-    for tile in (*tiles, *few):
+    are_possible = all(tile.is_possible for tile in few)
+    for tile in (*tiles, *(few if are_possible else ())):
         yield tile.spec
 
 
