@@ -100,6 +100,7 @@ def shared() -> Iterator[EngineProcess]:
 def engine(shared: EngineProcess) -> Iterator[EngineProcess]:
     yield shared
     _eventually(lambda: shared.stats.num_running == shared.stats.num_waiting == 0)
+    assert shared._open == shared._asked == {}
     assert not shared.is_broken
 
 
@@ -131,7 +132,7 @@ def _eventually(condition: Callable[[], bool]) -> None:
 
 def test_answers_as_the_engine_in_this_process_does(engine: EngineProcess) -> None:
     here = load(CONFIG)
-    one = request("a", (5, 6, 7, 8, 9), max_tokens=30, logprobs=1, ignore_eos=True)
+    one = request("same", (5, 6, 7, 8, 9), max_tokens=30, logprobs=1, ignore_eos=True)
     client = Client()
     engine.submit(one, client)
     final = client.final()
@@ -140,7 +141,7 @@ def test_answers_as_the_engine_in_this_process_does(engine: EngineProcess) -> No
     assert len(token_ids) == 30
     logprobs = [each for chunk in client.chunks for each in chunk.logprobs]
     assert logprobs == [TokenLogprob(-float(token_id)) for token_id in token_ids]
-    assert {chunk.generation_id for chunk in client.chunks} == {"a"}
+    assert {chunk.generation_id for chunk in client.chunks} == {"same"}
     assert {chunk.num_prompt_tokens for chunk in client.chunks} == {5}
     assert not client.has_more
 
@@ -151,24 +152,24 @@ def test_a_refused_request_raises_where_it_was_submitted(engine: EngineProcess) 
         client = Client()
         if sampling:
             with pytest.raises(InvalidRequest, match="unknown sampling parameter"):
-                engine.submit(request("a", token_ids, **sampling), client)
+                engine.submit(request("refused", token_ids, **sampling), client)
             continue
         with pytest.raises(InvalidRequest) as expected:
-            here.prepare(request("a", token_ids))
+            here.prepare(request("refused", token_ids))
         with pytest.raises(InvalidRequest) as refusal:
-            engine.submit(request("a", token_ids), client)
+            engine.submit(request("refused", token_ids), client)
         assert str(refusal.value) == str(expected.value)
         assert not client.has_more
-    assert submit(engine, "a", max_tokens=1).final().finish_reason
+    assert submit(engine, "refused", max_tokens=1).final().finish_reason
 
 
 def test_an_open_generation_id_is_refused_and_its_owner_undisturbed(
     engine: EngineProcess,
 ) -> None:
-    client, other = submit(engine, "a", **FOREVER), Client()
-    with pytest.raises(InvalidRequest, match="generation_id must be unique, got 'a'"):
-        engine.submit(request("a"), other)
-    engine.abort("a", "enough")
+    client, other = submit(engine, "twice", **FOREVER), Client()
+    with pytest.raises(InvalidRequest, match="generation_id must be unique, got 'twice'"):
+        engine.submit(request("twice"), other)
+    engine.abort("twice", "enough")
     final = client.final()
     assert (final.finish_reason, final.error) == ("abort", "enough")
     assert not other.has_more
@@ -185,9 +186,16 @@ def test_the_queues_limits_refuse_with_unavailable(engine: EngineProcess) -> Non
         assert client.final().finish_reason == "stop"
 
 
+def test_steps_without_a_token_are_told_too(engine: EngineProcess) -> None:
+    client = Client()
+    engine.submit(request("long", (1,) * 7000, max_tokens=1), client)
+    _eventually(lambda: 100 < engine.stats.num_used_pages < 7000 // CONFIG.page_size)
+    assert client.final().finish_reason
+
+
 def test_a_deadline_is_the_same_moment_in_both_processes(engine: EngineProcess) -> None:
     client = Client()
-    engine.submit(request("a", deadline=time.monotonic() + 0.2, **FOREVER), client)
+    engine.submit(request("late", deadline=time.monotonic() + 0.2, **FOREVER), client)
     final = client.final()
     assert final.finish_reason == "abort"
     assert "the deadline" in final.error
@@ -289,18 +297,56 @@ def test_a_slow_reader_stops_no_step_and_gets_all_in_the_end(
         assert len(slow.chunks) == length
 
 
-def test_the_outbox_takes_more_than_the_socket_does_and_keeps_the_order() -> None:
+def test_the_outbox_waits_for_no_reader_and_keeps_the_order() -> None:
     ours, theirs = socket.socketpair()
+    draw = random.Random(0)
     with ours, theirs, theirs.makefile("rb") as reader:
         outbox = Outbox(ours)
-        for number in range(300):
-            outbox.put(lambda number=number: (number, b"x" * 10_000))
         outbox.put(lambda: None)
-        for number in range(300):
-            assert pickle.load(reader) == (number, b"x" * 10_000)
+        outbox.put(lambda: bytes(10_000_000))
+        received: list[int] = []
+
+        def read() -> None:
+            assert len(pickle.load(reader)) == 10_000_000
+            received.extend(pickle.load(reader)[0] for _ in range(3000))
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        for number in range(3000):
+            outbox.put(lambda number=number: (number, bytes(draw.randrange(10_000))))
         outbox.flush()
-        outbox.put(lambda: "at once")
-        assert pickle.load(reader) == "at once"
+        thread.join()
+    assert received == [*range(3000)]
+
+
+_ANSWERS_LATE = f"""
+import os, pickle, socket, sys
+sys.path[:] = sys.argv[2:]
+from gptoss_engine.messages import Ready, Report
+from {ENGINES} import load
+connection = socket.socket(fileno=int(sys.argv[1]))
+commands = connection.makefile("rb")
+stats = load(pickle.load(commands).config).stats()
+connection.sendall(pickle.dumps(Ready(stats)))
+submit = pickle.load(commands)
+chunk = (submit.number, ((7,), (), None, "", 3, 0))
+connection.sendall(pickle.dumps(Report(stats, False, [chunk])))
+pickle.load(commands)
+os._exit(5)
+"""
+
+
+def test_who_has_a_chunk_was_admitted_and_who_has_none_was_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_process, "_PROGRAM", _ANSWERS_LATE)
+    with running() as engine:
+        client = submit(engine, "a")
+        assert client.next().token_ids == (7,)
+        with pytest.raises(Unavailable, match="ended with exit code 5"):
+            submit(engine, "b")
+        assert client.final().finish_reason == "error"
+        assert engine.is_broken
 
 
 def _kill(engine: EngineProcess) -> None:
