@@ -25,7 +25,7 @@ CONFIG = EngineConfig(max_num_seqs=256, max_num_batched_tokens=8192)
 
 
 def weight_bytes(like: Like) -> int:
-    plan = loading._Plan(RandomCheckpoint(like), "fp8", torch.bfloat16, Rank())
+    plan = loading._Plan(RandomCheckpoint(like), "fp8", torch.bfloat16, Rank(), "auto")
     return plan.allocate(torch.device("meta")).num_bytes
 
 
@@ -87,7 +87,7 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(monkeypatch: pytest.Mo
 def test_what_stands_beside_the_weights_counts(monkeypatch: pytest.MonkeyPatch):
     """The weights alone would fit; to the byte."""
     source = RandomCheckpoint("tiny", num_layers=1, vocab_size=64)
-    plan = loading._Plan(source, "bf16", torch.bfloat16, Rank())
+    plan = loading._Plan(source, "bf16", torch.bfloat16, Rank(), "auto")
     needed = plan.allocate(torch.device("meta")).num_bytes
     monkeypatch.setattr(loading, "free_memory", lambda device: needed + 7)
     cpu = torch.device("cpu")
