@@ -13,10 +13,11 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,9 @@ class EngineProcess:
     """An engine in a child process: submit, abort, drain and stop as EngineLoop has them.
 
     Each generation gets its chunks in order and exactly one final chunk, whatever happens to the
-    child, all from one thread; no step waits for the callbacks. `delivering` is entered around the
-    callbacks of each step. loader: "module:function", which makes the child's Engine.
+    child, all from one thread; no step waits for the callbacks. They may abort, but not submit.
+    `delivering` is entered around the callbacks of each step. loader: "module:function", which
+    makes the child's Engine.
 
     What EngineLoop's loading raises, this raises too, in the same words.
     """
@@ -128,6 +130,7 @@ class EngineProcess:
 
         Waits for the child's word, but for no step.
         """
+        self._check_thread("submit")
         number = next(self._numbers)
         command = _pickled(Submit(number, request))
         answer: Future[bool | None] = Future()
@@ -150,6 +153,7 @@ class EngineProcess:
 
         Returns when every final chunk is delivered: whether all of them ended by themselves.
         """
+        self._check_thread("drain")
         number = next(self._numbers)
         answer: Future[bool | None] = Future()
         with self._lock:
@@ -169,12 +173,23 @@ class EngineProcess:
         """
         with self._lock:
             self._is_stopping = True
-        self._send(_pickled(Stop()))
-        self._receiver.join(_STOP_SECONDS)
-        if self._receiver.is_alive():
-            log.warning("the engine's process did not end in %g s: it is killed", _STOP_SECONDS)
-            self._process.kill()
+        # From the side: to tell it may take forever, too, if it reads nothing any more.
+        killing = threading.Timer(_STOP_SECONDS, self._kill)
+        killing.daemon = True
+        killing.start()
+        try:
+            self._send(_pickled(Stop()))
             self._receiver.join()
+        finally:
+            killing.cancel()
+
+    def _kill(self) -> None:
+        log.warning("the engine's process did not end in %g s: it is killed", _STOP_SECONDS)
+        self._process.kill()
+
+    def _check_thread(self, verb: str) -> None:
+        if threading.current_thread() is self._receiver:
+            raise RuntimeError(f"{verb} must not be called from a callback: it would wait for it")
 
     def _start(self, start: Start) -> EngineStats:
         self._send(_pickled(start))
@@ -243,8 +258,9 @@ class EngineProcess:
                 except Exception:
                     log.exception("generation %s: its callback failed", chunk.generation_id)
                     with self._lock:
-                        self._open.pop(number, None)
-                    self.abort(chunk.generation_id)
+                        is_open = self._open.pop(number, None) is not None
+                    if is_open:  # Else the id may be another generation's by now.
+                        self.abort(chunk.generation_id)
 
     def _end(self) -> None:
         """The last word to whoever has none yet, and an end without a zombie."""
@@ -263,6 +279,7 @@ class EngineProcess:
                 (number, ((), (), reason, self._ended, generation.num_prompt_tokens, 0))
                 for number, generation in self._open.items()
             ]
+            self._stats = _ended(self._stats, reason, len(last_words))
         self._deliver(last_words)
         for answer in asked.values():
             if answer in refused:
@@ -286,6 +303,19 @@ class EngineProcess:
         self._reports.close()
         with self._sending:
             self._socket.close()
+
+
+def _ended(stats: EngineStats, reason: FinishReason, num_cut: int) -> EngineStats:
+    """Of an engine that is dead: nothing waits, runs or is used."""
+    return replace(
+        stats,
+        num_waiting=0,
+        num_waiting_tokens=0,
+        num_running=0,
+        num_used_pages=0,
+        num_used_window_pages=0,
+        num_finished=Counter(stats.num_finished) + Counter({reason: num_cut}),
+    )
 
 
 def _pickled(command: object) -> bytes:
