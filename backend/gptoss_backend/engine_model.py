@@ -160,13 +160,15 @@ class TritonPythonModel:
 
     def _report(self) -> None:
         while not self._stopped.wait(_METRICS_SECONDS):
+            is_broken = self._engine.is_broken
+            if is_broken:
+                # Every open generation gets its error, and counts.
+                self._streams.wait_empty(_LAST_WORDS_SECONDS)
             try:
                 self._metrics.flush(self._engine.stats)
             except Exception:
                 logger.exception("the metrics were not told")
-            if self._engine.is_broken:
-                # Every open generation has got its error; a fresh process is the only way on.
-                self._streams.wait_empty(_LAST_WORDS_SECONDS)
+            if is_broken:  # A fresh process is the only way on.
                 logger.critical("the engine is broken: this process ends")
                 sys.stderr.flush()
                 os._exit(1)

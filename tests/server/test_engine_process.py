@@ -11,7 +11,7 @@ import pytest
 from tritonclient import grpc as tritonclient
 
 from gptoss_backend.client import ChatClient, RequestFailed
-from gptoss_backend.server import Ports, ServerError, TritonServer, _children
+from gptoss_backend.server import Ports, ServerError, TritonServer, _children, _is_running
 from gptoss_engine.config import EngineConfig
 
 from .clients import Client, eventually
@@ -89,6 +89,8 @@ def test_a_killed_engine_is_told_as_data_and_the_model_can_be_loaded_again(apart
     assert message == "the engine failed: its process was killed by signal 9 (Killed)"
     # The model's process ends, too: whoever watches the server hears of it, and it starts afresh.
     eventually(lambda: _has_failed(server), 10)
+    assert apart.is_idle(), "the server shows its last words on, until it is loaded again"
+    assert apart.metrics()['vllm:request_success_total{finished_reason="error"}'] == 1
     with tritonclient.InferenceServerClient(server.ports.url("grpc")) as grpc:
         grpc.unload_model("gpt_oss_engine")
         grpc.load_model("gpt_oss_engine")
@@ -122,10 +124,3 @@ def _has_failed(server: TritonServer) -> bool:
     except ServerError as error:
         return "model processes died" in str(error)
     return False
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
