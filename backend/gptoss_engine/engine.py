@@ -273,6 +273,7 @@ class EngineLoop:
         self._open: dict[str, tuple[Sequence, OnChunk]] = {}
         self._refusal = ""
         self._is_stopping = False
+        self._has_cut = False
         self._stats = engine.stats()
         self._thread = threading.Thread(target=self._run, name="gptoss-engine", daemon=True)
         self._thread.start()
@@ -327,8 +328,10 @@ class EngineLoop:
         """
         with self._condition:
             self._refusal = self._refusal or "the engine is draining: it takes no new requests"
-            if self._condition.wait_for(lambda: not self._open, timeout):
+            if not self._open:
                 return True
+            if self._condition.wait_for(lambda: not self._open, timeout):
+                return not self._has_cut
             error = f"the engine is shutting down and waited {timeout:g} s for this generation"
             self._aborts.update(dict.fromkeys(self._open, (error, "abort")))
             self._condition.notify_all()
@@ -340,6 +343,7 @@ class EngineLoop:
         with self._condition:
             self._refusal = self._refusal or "the engine is stopped"
             self._is_stopping = True
+            self._has_cut = self._has_cut or bool(self._open)
             self._condition.notify_all()
         self._thread.join()
 

@@ -904,6 +904,26 @@ def test_stop_ends_what_is_open_and_what_only_just_arrived() -> None:
         assert not loop.is_broken
 
 
+def test_drain_says_that_stop_has_cut_somebody(make_engine: MakeEngine) -> None:
+    gate = Gate()
+    with running(make_engine(FakeRunner(on_run=gate))) as loop:
+        client = submit(loop, "a", **FOREVER)
+        gate.wait()
+        drained: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        drainer = threading.Thread(target=lambda: drained.put(loop.drain(SECONDS)))
+        drainer.start()
+        refuse_from_now_on(loop)
+        stopper = threading.Thread(target=loop.stop)
+        stopper.start()
+        with loop._condition:
+            loop._condition.wait_for(lambda: loop._is_stopping, SECONDS)
+        gate.let(2)
+        stopper.join()
+        assert client.final().finish_reason == "abort"
+        assert not drained.get(timeout=SECONDS)
+        drainer.join()
+
+
 def test_a_broken_engine_tells_everybody_and_takes_nobody(make_engine: MakeEngine) -> None:
     gate = Gate()
     gate.error = RuntimeError("the device is gone")
