@@ -324,6 +324,29 @@ def test_a_slow_reader_stops_no_step_and_gets_all_in_the_end(
         assert len(slow.chunks) == length
 
 
+def test_stop_loses_nothing_that_is_on_its_way(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(MARK_VARIABLE, str(tmp_path / "mark"))
+    may_go_on, slow = threading.Event(), Client()
+
+    def on_chunk(chunk: TokenChunk) -> None:
+        assert may_go_on.wait(SECONDS)
+        slow(chunk)
+
+    with running() as engine:
+        one = request("slow", (MARK, 1), max_tokens=7000, logprobs=1, ignore_eos=True)
+        engine.submit(one, on_chunk)
+        _eventually((tmp_path / "mark").exists)
+        stopping = threading.Thread(target=engine.stop)
+        stopping.start()
+        _eventually(lambda: engine._is_stopping)
+        may_go_on.set()
+        stopping.join()
+        assert slow.final().finish_reason == "abort"
+        assert len(slow.token_ids) >= MARKED_TOKENS
+
+
 def test_the_outbox_waits_for_no_reader_and_keeps_the_order() -> None:
     ours, theirs = socket.socketpair()
     draw = random.Random(0)
@@ -416,12 +439,37 @@ def test_a_child_that_dies_is_told_to_everybody(
         assert engine.drain(SECONDS)
 
 
+def test_drain_waits_for_the_last_words_for_a_dead_child() -> None:
+    drained: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    drainer = threading.Thread(target=lambda: drained.put(engine.drain(SECONDS)))
+    has_waited: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+    def on_chunk(chunk: TokenChunk) -> None:
+        if chunk.finish_reason:
+            drainer.start()
+            drainer.join(0.2)  # A drain that waits for nothing is over by then.
+            has_waited.put(drainer.is_alive())
+
+    with running() as engine:
+        engine.submit(request("a", (EXIT, 1)), on_chunk)
+        assert has_waited.get(timeout=SECONDS)
+        assert drained.get(timeout=SECONDS)
+        drainer.join()
+
+
 def test_a_broken_engine_says_so_in_its_own_words() -> None:
     with running() as engine:
         bystander, culprit = submit(engine, "a", **FOREVER), Client()
         bystander.next()
         assert not engine.is_broken
-        engine.submit(request("culprit", (RAISE, 1)), culprit)
+        was_broken: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+        def on_chunk(chunk: TokenChunk) -> None:
+            was_broken.put(engine.is_broken)
+            culprit(chunk)
+
+        engine.submit(request("culprit", (RAISE, 1)), on_chunk)
+        assert was_broken.get(timeout=SECONDS), "before anybody hears of it"
         for client in (bystander, culprit):
             final = client.final()
             assert final.finish_reason == "error"
