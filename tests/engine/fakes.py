@@ -5,6 +5,7 @@ through the page tables. So a page that is shared, lost, given back too early or
 shows as a wrong token, and `answer` says without any engine what the right ones are.
 """
 
+import queue
 from array import array
 from collections import deque
 from collections.abc import Callable
@@ -15,10 +16,11 @@ from gptoss_engine.config import EngineConfig
 from gptoss_engine.engine import Engine
 from gptoss_engine.model_config import ModelConfig, YarnRope
 from gptoss_engine.sequence import ScheduledItem, ScheduledStep, Sequence, StepOutput
-from gptoss_engine.types import GenerationRequest, SamplingParams, TokenLogprob
+from gptoss_engine.types import GenerationRequest, SamplingParams, TokenChunk, TokenLogprob
 
 VOCAB_SIZE = 97
 EOS = 13
+SECONDS = 30  # A limit for what should take milliseconds.
 
 
 def model_config(*, sliding_window: int = 4, max_model_len: int = 64) -> ModelConfig:
@@ -260,3 +262,31 @@ def fake_engine(runner: FakeRunner | None = None, **config: object) -> Engine:
     runner = runner or FakeRunner()
     values = {"page_size": runner.page_size, "max_num_seqs": 4, "max_num_batched_tokens": 8}
     return Engine(EngineConfig.from_mapping(values | config), runner, clock=Clock())
+
+
+class Client:
+    """Keeps what a generation was told; `final` waits for its end."""
+
+    def __init__(self) -> None:
+        self.chunks: list[TokenChunk] = []
+        self._inbox: queue.SimpleQueue[TokenChunk] = queue.SimpleQueue()
+
+    def __call__(self, chunk: TokenChunk) -> None:
+        self._inbox.put(chunk)
+
+    def next(self) -> TokenChunk:
+        self.chunks.append(self._inbox.get(timeout=SECONDS))
+        return self.chunks[-1]
+
+    def final(self) -> TokenChunk:
+        while not self.next().finish_reason:
+            pass
+        return self.chunks[-1]
+
+    @property
+    def has_more(self) -> bool:
+        return not self._inbox.empty()
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(token_id for chunk in self.chunks for token_id in chunk.token_ids)

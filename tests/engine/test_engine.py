@@ -19,9 +19,16 @@ from gptoss_engine.sequence import ScheduledStep, Sequence
 from gptoss_engine.types import GenerationRequest, InvalidRequest, TokenChunk, Unavailable
 
 from ..tiny_checkpoint import TinyCheckpoint
-from .fakes import Clock, FakeRunner, GuessingDecoder, answer, fake_engine, request
-
-SECONDS = 30  # A limit for what should take milliseconds.
+from .fakes import (
+    SECONDS,
+    Client,
+    Clock,
+    FakeRunner,
+    GuessingDecoder,
+    answer,
+    fake_engine,
+    request,
+)
 
 MakeEngine = Callable[..., Engine]
 
@@ -607,34 +614,6 @@ def test_stats_say_what_is_going_on() -> None:
     assert (later.num_prompt_tokens, later.num_generated_tokens) == (5, 3)
     assert later.num_finished == {"length": 1, "abort": 1}
     assert stats.num_finished == {}, "what was read stays as it was"
-
-
-class Client:
-    """Keeps what a generation was told; `final` waits for its end."""
-
-    def __init__(self) -> None:
-        self.chunks: list[TokenChunk] = []
-        self._inbox: queue.SimpleQueue[TokenChunk] = queue.SimpleQueue()
-
-    def __call__(self, chunk: TokenChunk) -> None:
-        self._inbox.put(chunk)
-
-    def next(self) -> TokenChunk:
-        self.chunks.append(self._inbox.get(timeout=SECONDS))
-        return self.chunks[-1]
-
-    def final(self) -> TokenChunk:
-        while not self.next().finish_reason:
-            pass
-        return self.chunks[-1]
-
-    @property
-    def has_more(self) -> bool:
-        return not self._inbox.empty()
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        return tuple(token_id for chunk in self.chunks for token_id in chunk.token_ids)
 
 
 class Gate:

@@ -35,9 +35,8 @@ from .engines_in_child import (
     SEGFAULT,
     load,
 )
-from .fakes import answer, request
+from .fakes import SECONDS, Client, answer, request
 
-SECONDS = 30
 ROOT = Path(__file__).parents[2]
 ENGINES = "tests.engine.engines_in_child"
 CONFIG = EngineConfig(
@@ -46,34 +45,6 @@ CONFIG = EngineConfig(
 FOREVER: dict[str, Any] = {"max_tokens": 7000, "ignore_eos": True}
 
 pytestmark = pytest.mark.timeout(120)
-
-
-class Client:
-    """Keeps what a generation was told; `final` waits for its end."""
-
-    def __init__(self) -> None:
-        self.chunks: list[TokenChunk] = []
-        self._inbox: queue.SimpleQueue[TokenChunk] = queue.SimpleQueue()
-
-    def __call__(self, chunk: TokenChunk) -> None:
-        self._inbox.put(chunk)
-
-    def next(self) -> TokenChunk:
-        self.chunks.append(self._inbox.get(timeout=SECONDS))
-        return self.chunks[-1]
-
-    def final(self) -> TokenChunk:
-        while not self.next().finish_reason:
-            pass
-        return self.chunks[-1]
-
-    @property
-    def has_more(self) -> bool:
-        return not self._inbox.empty()
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        return tuple(token_id for chunk in self.chunks for token_id in chunk.token_ids)
 
 
 @contextmanager
