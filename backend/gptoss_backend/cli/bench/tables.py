@@ -121,10 +121,10 @@ def _decode(lines: list[Line]) -> _Rows:
 
 
 def _throughput(lines: list[Line]) -> _Rows:
-    names = ("requests", "input_len", "output_len", "seconds", "tokens_per_s")
+    names = ("requests", "batch", "input_len", "output_len", "seconds", "tokens_per_s")
     names = (*names, "total_tokens_per_s", "dollars_per_million", "ttft_ms", "tpot_ms")
-    headings = ("requests", "in", "out", "seconds", "tokens/s out", "tokens/s in and out")
-    headings = (*headings, "$/M output", "TTFT, ms", "TPOT, ms", "others, tokens/s")
+    headings = ("requests", "at once", "in", "out", "seconds", "tokens/s out")
+    headings = (*headings, "tokens/s in and out", "$/M output", "TTFT, ms", "TPOT, ms")
     rows = [
         [
             *(_number(line[name]) for name in names),
@@ -132,7 +132,7 @@ def _throughput(lines: list[Line]) -> _Rows:
         ]
         for line in lines
     ]
-    return headings, rows
+    return (*headings, "others, tokens/s"), rows
 
 
 def _serve(lines: list[Line]) -> _Rows:
