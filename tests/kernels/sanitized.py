@@ -56,7 +56,7 @@ from gptoss_kernels.cuda.combine import spec as combine_spec
 from gptoss_kernels.cuda.compiler import KernelSpec
 from gptoss_kernels.cuda.dispatch_fp8 import dispatch_fp8
 from gptoss_kernels.cuda.dispatch_fp8 import specs as dispatch_specs
-from gptoss_kernels.cuda.experts_fp8 import FewExpertsTile, experts_fp8_few
+from gptoss_kernels.cuda.experts_fp8 import MAXIMUM_TOKENS, FewExpertsTile, experts_fp8_few
 from gptoss_kernels.cuda.experts_fp8 import tiles as few_tiles
 from gptoss_kernels.cuda.grouped_fp8 import GroupedTile
 from gptoss_kernels.cuda.grouped_linear_fp8 import grouped_linear_fp8
@@ -537,7 +537,7 @@ SUMS_ARRIVE = (
 
 # Of which the last one's choices are one expert's, and others' may be none's. Of the served sizes a
 # block goes round its ring of slots.
-FEW_TOKENS = (1, 3)
+FEW_TOKENS = (1, 3, MAXIMUM_TOKENS)
 
 
 def experts_error(
@@ -582,7 +582,7 @@ def experts_calls(tile_class: type[FewExpertsTile]) -> Iterator[Call]:
     models = SERVED_MODELS.values()
     every = {(model.hidden, model.intermediate, model.experts_per_token) for model in models}
     for sizes, tokens in product(sorted(every), FEW_TOKENS):
-        specs = tuple(tile.spec for tile in few_tiles(*sizes, tile_class))
+        specs = tuple(tile.spec for tile in few_tiles(tokens, *sizes, tile_class))
         yield Call(specs, partial(experts_error, tokens, sizes, tile_class))
 
 

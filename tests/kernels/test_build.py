@@ -93,9 +93,11 @@ def test_what_is_served_is_what_operators_choose() -> None:
     for has_residual in (False, True):
         quantising = FewTile(4096, 16, quantises=True, has_residual=has_residual)
         assert quantising.spec in served
-    for hidden, inner, chosen in ((2880, 2880, 4), (320, 1088, 4), (128, 128, 2)):
-        assert FewExpertsTile(hidden, 2 * inner, chosen, swiglu=True).spec in served
-        assert FewExpertsTile(inner, hidden, chosen, swiglu=False).spec in served
+    for (hidden, inner, chosen), stages in product(
+        ((2880, 2880, 4), (320, 1088, 4), (128, 128, 2)), (3, 4)
+    ):
+        for k, n, swiglu in ((hidden, 2 * inner, True), (inner, hidden, False)):
+            assert FewExpertsTile(k, n, chosen, swiglu=swiglu, stages=stages).spec in served
     assert set(dispatch_specs(2880, 128, 4).values()) <= served
     for columns, experts, chosen in ((2880, 128, 4), (2880, 32, 4), (320, 16, 4), (128, 8, 2)):
         routes = {RouteTile(columns, experts, chosen).spec, choice_spec(experts, chosen)}

@@ -296,11 +296,14 @@ def test_wrong_operands_exceed_the_bound() -> None:
 
 
 @gpu
-def test_replays_follow_the_choices() -> None:
+@pytest.mark.parametrize("num_tokens", [1, 4, 8])
+def test_replays_follow_the_choices(num_tokens: int) -> None:
     num_experts = 12
     # Weights of all of them.
-    choices = ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11), (0, 1, 2, 3))
-    operands = random_operands(choices, num_experts, 2880, 2880, "cuda")
+    choices = ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11))
+    _, _, *weights = random_operands(choices, num_experts, 2880, 2880, "cuda")
+    x = torch.zeros((num_tokens, 2880), dtype=torch.bfloat16, device="cuda")
+    operands = [x, torch.zeros((num_tokens, 4), dtype=torch.int64, device="cuda"), *weights]
     experts_fp8_few(FewExpertsTile, *operands, **SWIGLU)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -308,9 +311,9 @@ def test_replays_follow_the_choices() -> None:
         outs = [experts_fp8_few(FewExpertsTile, *operands, **SWIGLU)[0] for _ in range(3)]
     generator = torch.Generator("cuda").manual_seed(1)
     for _ in range(30):
-        scores = torch.rand(4, num_experts, device="cuda", generator=generator)
+        scores = torch.rand(num_tokens, num_experts, device="cuda", generator=generator)
         operands[1].copy_(scores.topk(4).indices)
-        operands[0].copy_(normal(generator, 4, 2880) * 2)
+        operands[0].copy_(normal(generator, num_tokens, 2880) * 2)
         graph.replay()
         expected = expected_rows(operands)
         for out in outs:

@@ -103,6 +103,7 @@ def _dense(model: ModelSizes) -> Iterator[KernelSpec]:
 
 def _grouped(model: ModelSizes) -> Iterator[KernelSpec]:
     from gptoss_kernels.cuda import grouped_fp8
+    from gptoss_kernels.cuda.experts_fp8 import MAXIMUM_TOKENS
     from gptoss_kernels.cuda.experts_fp8 import tiles as few_tiles
     from gptoss_kernels.fp8 import BLOCK
 
@@ -112,10 +113,11 @@ def _grouped(model: ModelSizes) -> Iterator[KernelSpec]:
         first = {"x_group": BLOCK, "out_group": group}
         tiles.add(grouped_fp8.choose_tile(rows, experts, swiglu=True, **first))
         tiles.add(grouped_fp8.choose_tile(rows, experts, x_group=group))
-    few = few_tiles(model.hidden, model.intermediate, model.experts_per_token)
-    are_possible = all(tile.is_possible for tile in few)
-    for tile in (*tiles, *(few if are_possible else ())):
-        yield tile.spec
+    for tokens in range(1, MAXIMUM_TOKENS + 1):
+        few = few_tiles(tokens, model.hidden, model.intermediate, model.experts_per_token)
+        if all(tile.is_possible for tile in few):
+            tiles.update(few)
+    yield from (tile.spec for tile in tiles)
 
 
 def _attention(model: ModelSizes) -> Iterator[KernelSpec]:

@@ -26,11 +26,8 @@ from gptoss_kernels.fp8 import BLOCK
 
 # Of the kernel: an instruction has 8 columns, a warp 32 lanes.
 MAXIMUM_TOKENS, MAXIMUM_CHOICES = 8, 32
-# Up to which it was faster when it was timed: see docs/LOG.md.
-MOST_FEW_CHOICES = 16
 _MAXIMUM_WARPS = 12  # that multiply
 _MAXIMUM_GROUPS = 2  # of 128 columns in the registers of a warp
-_STAGES = 4
 
 
 def experts_fp8(
@@ -57,7 +54,7 @@ def experts_fp8(
     Weights, scales and biases must not be written by the launch just before on the stream.
     """
     operands = (x, chosen, w13, w13_scale, w13_bias, w2, w2_scale, w2_bias)
-    if chosen.numel() <= MOST_FEW_CHOICES and are_few(x, chosen, w2):
+    if are_few(x, chosen, w2):
         return experts_fp8_few(FewExpertsTile, *operands, alpha=alpha, limit=limit)
     values, scale, expert_start, rows = dispatch_fp8(x, chosen, len(w13))
     first = (expert_start, w13, w13_scale, w13_bias)
@@ -91,17 +88,21 @@ def are_few(x: Tensor, chosen: Tensor, w2: Tensor) -> bool:
         return False
     if not (0 < len(x) <= MAXIMUM_TOKENS and 0 < chosen.numel() <= MAXIMUM_CHOICES):
         return False
-    return all(tile.is_possible for tile in tiles(x.shape[1], w2.shape[2], chosen.shape[1]))
+    return all(tile.is_possible for tile in tiles(len(x), x.shape[1], w2.shape[2], chosen.shape[1]))
 
 
 @dataclass(frozen=True)
 class FewExpertsTile:
-    """For which the kernel is compiled: K, N, and the experts of a token."""
+    """For which the kernel is compiled: K, N, and the experts of a token.
+
+    stages: slots of a block's ring, for 16 rows each.
+    """
 
     k: int
     n: int
     chosen: int
     swiglu: bool
+    stages: int
 
     @property
     def groups(self) -> int:
@@ -124,7 +125,7 @@ class FewExpertsTile:
     def shared_bytes(self) -> int:
         """Slots for 16 rows and their biases, the warps' sums, barriers, the table of entries."""
         slot = 16 * (self.k + 4) + self.warps * 8 * 20 * 4 + 16
-        return _STAGES * slot + 8 * MAXIMUM_CHOICES + 8
+        return self.stages * slot + 8 * MAXIMUM_CHOICES + 8
 
     @property
     def spec(self) -> runtime.KernelSpec:
@@ -134,11 +135,11 @@ class FewExpertsTile:
             "SWIGLU": int(self.swiglu),
             "CHOSEN": self.chosen,
             "WARPS": self.warps,
-            "STAGES": _STAGES,
+            "STAGES": self.stages,
             "SHARED_BYTES": self.shared_bytes,
             "MAXIMUM_CHOICES": MAXIMUM_CHOICES,
         }
-        sizes = f"K={self.k} N={self.n} chosen={self.chosen}"
+        sizes = f"K={self.k} N={self.n} chosen={self.chosen} stages={self.stages}"
         return runtime.KernelSpec(
             "experts_fp8_few",
             files=("mma.cuh", "experts_fp8_few.cu"),
@@ -154,12 +155,17 @@ class FewExpertsTile:
 
 
 def tiles(
-    hidden: int, inner: int, chosen: int, tile_class: type[FewExpertsTile] = FewExpertsTile
+    num_tokens: int,
+    hidden: int,
+    inner: int,
+    chosen: int,
+    tile_class: type[FewExpertsTile] = FewExpertsTile,
 ) -> tuple[FewExpertsTile, FewExpertsTile]:
-    """Of both products."""
+    """Of both products, as they were fastest: see docs/LOG.md."""
+    stages = 4 if num_tokens == 1 else 3
     return (
-        tile_class(hidden, 2 * inner, chosen, swiglu=True),
-        tile_class(inner, hidden, chosen, swiglu=False),
+        tile_class(hidden, 2 * inner, chosen, swiglu=True, stages=stages),
+        tile_class(inner, hidden, chosen, swiglu=False, stages=stages),
     )
 
 
@@ -219,7 +225,7 @@ def _prepare(
             ),
         )
         for tile, source, weight, target in zip(
-            tiles(x.shape[1], y.shape[1], chosen.shape[1], tile_class),
+            tiles(len(x), x.shape[1], y.shape[1], chosen.shape[1], tile_class),
             (x, y),
             (weights[:3], weights[3:]),
             (y, out),
