@@ -28,6 +28,9 @@ from gptoss_kernels.fp8 import BLOCK
 MAXIMUM_TOKENS, MAXIMUM_CHOICES = 8, 32
 _MAXIMUM_WARPS = 12  # that multiply
 _MAXIMUM_GROUPS = 2  # of 128 columns in the registers of a warp
+# Of the first expert's w13, fetched into L2 while more tokens are routed, of which some most likely
+# choose it. None: it has not been timed.
+BYTES_AHEAD = 0
 
 
 def experts_fp8(
@@ -56,7 +59,8 @@ def experts_fp8(
     operands = (x, chosen, w13, w13_scale, w13_bias, w2, w2_scale, w2_bias)
     if are_few(x, chosen, w2):
         return experts_fp8_few(FewExpertsTile, *operands, alpha=alpha, limit=limit)
-    values, scale, expert_start, rows = dispatch_fp8(x, chosen, len(w13))
+    ahead = w13[0, : BYTES_AHEAD // w13.shape[2]] if BYTES_AHEAD else None
+    values, scale, expert_start, rows = dispatch_fp8(x, chosen, len(w13), ahead=ahead)
     first = (expert_start, w13, w13_scale, w13_bias)
     inner = grouped_swiglu_fp8(values, scale, *first, alpha=alpha, limit=limit)
     return grouped_linear_fp8(*inner, expert_start, w2, w2_scale, w2_bias), rows

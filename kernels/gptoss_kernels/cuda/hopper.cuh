@@ -113,6 +113,12 @@ __device__ __forceinline__ void load_bytes_once(uint32_t destination, const void
         : "memory");
 }
 
+// Adjacent bytes into L2, sooner or later: a multiple of 16, as their address is.
+__device__ __forceinline__ void fetch_bytes(const void* source, int bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes)
+                 : "memory");
+}
+
 // 16 bytes that are read once, past L1; or zeros, and nothing is read. By the thread itself, sooner
 // or later.
 __device__ __forceinline__ void copy_async(uint32_t destination, const void* source,

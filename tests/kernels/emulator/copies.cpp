@@ -154,6 +154,15 @@ void load_box(unsigned rank, unsigned destination, const void* map_pointer, cons
     }
 }
 
+// Nothing comes of it, but it must be of memory.
+void prefetch_bulk(const void* source, unsigned bytes) {
+    if (bytes == 0 || bytes % 16 != 0 || reinterpret_cast<uintptr_t>(source) % 16 != 0)
+        fail("a bulk prefetch of %u bytes from %p: both must be multiples of 16", bytes, source);
+    const auto* all = static_cast<const volatile unsigned char*>(source);
+    (void)all[0];
+    (void)all[bytes - 1];
+}
+
 void load_bulk(unsigned destination, const void* source, unsigned bytes, unsigned barrier) {
     Block& block = owner(destination);
     owner(barrier);

@@ -61,6 +61,7 @@ void load_box(unsigned rank, unsigned destination, const void* map, const int* p
               unsigned barrier, unsigned multicast);
 void store_box(unsigned rank, const void* map, const int* place, unsigned source);
 void load_bulk(unsigned destination, const void* source, unsigned bytes, unsigned barrier);
+void prefetch_bulk(const void* source, unsigned bytes);
 // 16 bytes, or zeros if there is no source; by the thread itself, in groups.
 void copy_async(unsigned destination, const void* source);
 void copy_commit();

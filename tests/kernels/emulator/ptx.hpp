@@ -225,6 +225,9 @@ inline void map_shared(b32& target, b32 address, b32 rank) {
 inline void load_bulk(b32 destination, b64 source, b32 bytes, b32 barrier, b64 = 0) {
     emulator::load_bulk(destination, reinterpret_cast<const void*>(source), bytes, barrier);
 }
+inline void prefetch_bulk(b64 source, b32 bytes) {
+    emulator::prefetch_bulk(reinterpret_cast<const void*>(source), bytes);
+}
 inline void copy_async(b32 destination, b64 source, b32, bool is_ignored, b64) {
     emulator::copy_async(destination, is_ignored ? nullptr : reinterpret_cast<const void*>(source));
 }

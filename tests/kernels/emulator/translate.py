@@ -72,6 +72,7 @@ _FAMILIES: tuple[tuple[str, str | None], ...] = (
         r"(\.L2::cache_hint)?",
         "load_bulk",
     ),
+    (r"cp\.async\.bulk\.prefetch\.L2\.global", "prefetch_bulk"),
     (r"cp\.async\.cg\.shared(::cta)?\.global\.L2::cache_hint", "copy_async"),
     (r"cp\.async\.commit_group", "emulator::copy_commit"),
     (r"cp\.async\.wait_group", "emulator::copy_wait"),
