@@ -9,6 +9,7 @@ memory that is there from the start but for what the operators take from PyTorch
 import logging
 import time
 from bisect import bisect_left
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -48,6 +49,27 @@ LONG_ROWS = 2048  # of a prefill that takes more than a few rounds of tiles
 FILLERS = 16  # rows behind decodes: sizes of graphs are no further apart
 
 
+class StepPlan(NamedTuple):
+    """A step as numbers alone: all that a device is told of it, and all that another rank needs.
+
+    sampling, rows, seats: how the tokens after these rows [S] are chosen, and who keeps them; items
+    [B, 9], words [W]: as ops.unpack_step takes them; num_rows: of all sequences; decodes, and how
+    many tokens are due after them; num_columns: of the page tables; is_graph: whether it is the
+    graph of num_rows decodes.
+    """
+
+    sampling: Sampling
+    rows: np.ndarray
+    seats: np.ndarray
+    items: np.ndarray
+    words: np.ndarray
+    num_rows: int
+    decodes: Decodes
+    num_of_decodes: int
+    num_columns: int
+    is_graph: bool
+
+
 class Sent(NamedTuple):
     """A step on the device: due, the rows after which a token is due, and sample_seats [S] int64,
     who keeps it; sampling: how; items [B, 9], words [W]: as ops.unpack_step takes them."""
@@ -77,6 +99,7 @@ class DeviceSteps:
     num_pages, num_window_pages: of the cache's page groups. max_model_len: tokens of one sequence.
     capture: what makes graphs of steps that are decodes alone; None where the operators do not
     allow it.
+    tell: called with each step's plan before it is enqueued, if it is set.
     """
 
     def __init__(
@@ -100,6 +123,7 @@ class DeviceSteps:
         self._num_window_pages = num_window_pages
         self._max_model_len = max_model_len
         self._capture = capture
+        self.tell: Callable[[StepPlan], None] | None = None
         self._graphs: DecodeGraphs | None = None
         self._graph_parts: dict[int, tuple[Part, ...]] = {}
         self._graph_inputs: dict[int, Sent] = {}
@@ -135,7 +159,20 @@ class DeviceSteps:
 
     @torch.inference_mode()
     def launch(self, step: ScheduledStep) -> Launched:
-        """Enqueue the step, and the copy of its tokens to the host.
+        """Enqueue the step, and the copy of its tokens to the host."""
+        plan, sampling = self._plan(step)
+        if self.tell is not None:
+            self.tell(plan)
+        outputs, rows = self._enqueue(plan)
+        return Launched(step, self._sampler.fetch(*outputs, rows, sampling))
+
+    @torch.inference_mode()
+    def follow(self, plan: StepPlan) -> None:
+        """Enqueue a step of another rank's; its tokens stay on the device."""
+        self._enqueue(plan)
+
+    def _plan(self, step: ScheduledStep) -> tuple[StepPlan, Sampling]:
+        """The step, and how its own tokens are chosen.
 
         Filled up, so that few numbers of sequences and rows occur: of decodes to those of a graph,
         behind them to those whose launches the operators have prepared before.
@@ -153,21 +190,34 @@ class DeviceSteps:
         # As each item has a row at least, they have one each, and a token is due after it.
         are_decodes = len(step.items) == sampling.num_rows == staged.num_rows - spare
         if self._graphs and are_decodes and is_small:
-            outputs, rows = self._replay(num_decodes, step, staged, sampling)
-        else:
-            num_rows = staged.num_rows
-            if num_sequences > staged.num_sequences:
-                filled = filled_rows(num_rows, self._config.max_num_batched_tokens)
-                # One sequence has all of them, at positions that there must be.
-                num_rows = filled if filled - num_rows <= self._max_model_len else num_rows
-            columns = self._columns(step, num_rows - staged.num_rows)
-            staged = staged.filled(num_sequences, num_rows)
-            due = self._due(step, num_first, spare)
-            num_of_decodes = sum(item.num_due for item in step.items[:num_first])
-            sent = self._read(self._send(staged.arrays(), sampling, *due), num_of_decodes)
-            decodes = Decodes(num_decodes, decodes.num_queries + spare, decodes.max_queries)
-            outputs, rows = self._compute(sent, num_rows, decodes, columns), sent.sampling
-        return Launched(step, self._sampler.fetch(*outputs, rows, sampling))
+            seats = [item.seat for item in step.items]
+            return self._decode_plan(num_decodes, staged, sampling, seats), sampling
+        num_rows = staged.num_rows
+        if num_sequences > staged.num_sequences:
+            filled = filled_rows(num_rows, self._config.max_num_batched_tokens)
+            # One sequence has all of them, at positions that there must be.
+            num_rows = filled if filled - num_rows <= self._max_model_len else num_rows
+        columns = self._columns(step, num_rows - staged.num_rows)
+        staged = staged.filled(num_sequences, num_rows)
+        plan = StepPlan(
+            *(sampling, *self._due(step, num_first, spare), *staged.arrays()),
+            num_rows=num_rows,
+            decodes=Decodes(num_decodes, decodes.num_queries + spare, decodes.max_queries),
+            num_of_decodes=sum(item.num_due for item in step.items[:num_first]),
+            num_columns=columns,
+            is_graph=False,
+        )
+        return plan, sampling
+
+    def _enqueue(self, plan: StepPlan) -> tuple[Outputs, SamplingRows]:
+        parts = self._send(plan)
+        if plan.is_graph:
+            assert self._graphs is not None
+            size = plan.num_rows
+            assert parts[:-1] == self._graph_parts[size][:-1], "a graph reads at fixed addresses"
+            return self._graphs.replay(size), self._graph_inputs[size].sampling
+        sent = self._read(parts, plan.num_of_decodes)
+        return self._compute(sent, plan.num_rows, plan.decodes, plan.num_columns), sent.sampling
 
     # ---- any step ------------------------------------------------------------------------------
 
@@ -220,15 +270,10 @@ class DeviceSteps:
         kept = (sent.sample_seats, self._last_token_ids)
         return Outputs(self._sampler.sample(logits, sent.sampling, *kept), logits)
 
-    def _send(
-        self,
-        arrays: tuple[np.ndarray, np.ndarray],
-        sampling: Sampling,
-        rows: np.ndarray,
-        seats: np.ndarray,
-    ) -> tuple[Part, ...]:
+    def _send(self, plan: StepPlan) -> tuple[Part, ...]:
         """Of how many tokens are masked depends nothing that lies before."""
-        others = (*sampling._replace(masked_ids=rows), seats, *arrays)
+        sampling = plan.sampling
+        others = (*sampling._replace(masked_ids=plan.rows), plan.seats, plan.items, plan.words)
         return self._staging.send((*others, sampling.masked_ids))
 
     def _read(self, parts: tuple[Part, ...], num_of_decodes: int) -> Sent:
@@ -244,24 +289,23 @@ class DeviceSteps:
 
     # ---- decodes as graphs ---------------------------------------------------------------------
 
-    def _replay(
-        self, size: int, step: ScheduledStep, staged: StagedStep, sampling: Sampling
-    ) -> tuple[Outputs, SamplingRows]:
-        assert self._graphs is not None
-        parts = self._send_decodes(size, staged, sampling, [item.seat for item in step.items])
-        assert parts[:-1] == self._graph_parts[size][:-1], "a graph reads at fixed addresses"
-        return self._graphs.replay(size), self._graph_inputs[size].sampling
-
-    def _send_decodes(
+    def _decode_plan(
         self, size: int, staged: StagedStep, sampling: Sampling, seats: list[int]
-    ) -> tuple[Part, ...]:
+    ) -> StepPlan:
         """As a graph of so many rows reads it."""
         nobody = [self._config.max_num_seqs] * (size - len(seats))
-        return self._send(
-            staged.arrays(_WORDS * size),
-            _filled(sampling, size),
-            np.arange(size),
-            np.array(seats + nobody, dtype=np.int64),
+        items, words = staged.arrays(_WORDS * size)
+        return StepPlan(
+            sampling=_filled(sampling, size),
+            rows=np.arange(size),
+            seats=np.array(seats + nobody, dtype=np.int64),
+            items=items,
+            words=words,
+            num_rows=size,
+            decodes=Decodes(size, size, 1),
+            num_of_decodes=size,
+            num_columns=self._full.shape[1],  # of sequences of any length
+            is_graph=True,
         )
 
     def _decode(self, size: int) -> Outputs:
@@ -269,14 +313,15 @@ class DeviceSteps:
         if size not in self._graph_inputs:  # But not while it is captured: see DecodeGraphs.
             nothing = ScheduledStep(())
             sampling = _sampling(nothing, self._model.config.vocab_size)
-            parts = self._send_decodes(
+            plan = self._decode_plan(
                 size,
                 StagedStep.build(nothing, self._known, 0, size),
                 sampling._replace(masked_ids=np.zeros(_MASKED * size, dtype=np.int32)),
                 [],
             )
+            parts = self._send(plan)
             self._graph_parts[size], self._graph_inputs[size] = parts, self._read(parts, size)
-        columns = self._full.shape[1]  # of sequences of any length
+        columns = self._full.shape[1]
         return self._compute(self._graph_inputs[size], size, Decodes(size, size, 1), columns)
 
     # ---- before the first step -----------------------------------------------------------------
