@@ -65,8 +65,17 @@ class StepRunner(Protocol):
         """Whether `launch` returns before the step has run."""
         ...
 
+    @property
+    def fault(self) -> str:
+        """Why no step will run any more, as far as it is known before one fails; else empty."""
+        ...
+
     def launch(self, step: ScheduledStep) -> Pending:
         """Reads all that the step needs of its sequences before it returns; may not wait for it."""
+        ...
+
+    def close(self) -> None:
+        """Ends the processes that it has started. No step runs any more; may be called again."""
         ...
 
 
@@ -103,14 +112,25 @@ class Engine:
             max_num_tokens=min(runner.max_model_len, full.num_tokens),
             decoder=decoder or PlainDecoder(),
         )
-        self.failure = ""
+        self._failure = ""
         is_chosen = config.overlap == "on" or (config.overlap == "auto" and runner.is_asynchronous)
         self.is_overlapped = is_chosen and not self.scheduler.decoder.guesses
         self._out: tuple[ScheduledStep, Pending] | None = None
 
     @property
+    def failure(self) -> str:
+        """Why the engine is broken; empty if it is not."""
+        if not self._failure and self.runner.fault:
+            self.fail(f"the engine failed: {self.runner.fault}")
+        return self._failure
+
+    def fail(self, failure: str) -> None:
+        """From now on the engine is broken."""
+        self._failure = failure
+
+    @property
     def is_broken(self) -> bool:
-        """Whether a step failed. A broken engine stays broken: its process should end."""
+        """Whether a step failed, or none will run. It stays broken: its process should end."""
         return bool(self.failure)
 
     @property
@@ -180,8 +200,14 @@ class Engine:
         return self.scheduler.abort(generation_id, error, reason)
 
     def abort_all(self, error: str) -> list[TokenChunk]:
-        """End every open generation now."""
+        """End every open generation now; by the failure, if the engine is broken."""
+        if self.is_broken:
+            return self.scheduler.finish_all("error", self.failure)
         return self.scheduler.finish_all("abort", error)
+
+    def close(self) -> None:
+        """End the runner's processes. No step runs any more."""
+        self.runner.close()
 
     def step(self) -> list[TokenChunk]:
         """What came of one forward pass; of none, if the first has only just been launched.
@@ -195,7 +221,7 @@ class Engine:
             return expired + (self._overlapped_step() if self.is_overlapped else self._plain_step())
         except Exception as error:
             log.exception("a step failed: the engine is broken")
-            self.failure = f"the engine failed: {_said(error)}"
+            self.fail(f"the engine failed: {_said(error)}")
             self._out = None  # A broken device may never answer.
             return expired + self.scheduler.finish_all("error", self.failure)
 
@@ -246,6 +272,7 @@ class Engine:
 
 
 OnChunk = Callable[[TokenChunk], None]
+_IDLE_SECONDS = 1.0  # after which a loop without work looks whether its engine is broken
 
 
 class EngineLoop:
@@ -380,14 +407,15 @@ class EngineLoop:
             self._deliver(self._engine.step())  # Waits for the step that is out.
         except Exception as error:
             log.exception("the engine loop failed")
-            self._engine.failure = f"the engine loop failed: {_said(error)}"
+            self._engine.fail(f"the engine loop failed: {_said(error)}")
         finally:
             self._close()
 
     def _take_mail(self) -> dict[str, tuple[str, FinishReason]] | None:
         """Wait for something to do; admit what arrived. What to abort, or None when it is over."""
         with self._condition:
-            self._condition.wait_for(self._has_something_to_do)
+            while not self._condition.wait_for(self._has_something_to_do, _IDLE_SECONDS):
+                pass
             if self._is_stopping or self._engine.is_broken:
                 return None
             for sequence in self._arrivals:
@@ -399,7 +427,8 @@ class EngineLoop:
 
     def _has_something_to_do(self) -> bool:
         has_mail = bool(self._arrivals or self._aborts)
-        return has_mail or self._engine.has_work or self._is_stopping
+        has_to_end = self._is_stopping or self._engine.is_broken
+        return has_mail or self._engine.has_work or has_to_end
 
     def _deliver(self, chunks: list[TokenChunk]) -> None:
         with self._condition:
@@ -442,6 +471,7 @@ class EngineLoop:
                 for sequence in left
             ]
         )
+        self._engine.close()
 
 
 def load_engine(config: EngineConfig) -> Engine:

@@ -97,6 +97,14 @@ class Runner:
                 capture=CudaCapture() if has_graphs else None,
             )
 
+    @property
+    def fault(self) -> str:
+        """Why no step will run any more; empty as far as is known."""
+        return ""
+
+    def close(self) -> None:
+        """Nothing was started."""
+
     def warm_up(self) -> None:
         """Before the first step: on a GPU, load kernels and capture graphs."""
         if self._steps is not None:

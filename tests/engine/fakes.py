@@ -91,7 +91,8 @@ class FakeRunner:
     """on_run: called with each step when it runs: may wait, may raise.
 
     is_asynchronous: a step runs no earlier than its result is asked for; the tokens that `launch`
-    may not know are not known to it. on_launch, on_result: called with each step then.
+    may not know are not known to it. on_launch, on_result: called with each step then. fault: may
+    be set at any time. on_close: called when it is closed.
     """
 
     page_size: int = 4
@@ -101,6 +102,8 @@ class FakeRunner:
     max_model_len: int = 64
     on_run: Callable[[ScheduledStep], None] = lambda step: None
     is_asynchronous: bool = False
+    fault: str = ""
+    on_close: Callable[[], None] = lambda: None
     on_launch: Callable[[ScheduledStep], None] = lambda step: None
     on_result: Callable[[ScheduledStep], None] = lambda step: None
     model_config: ModelConfig = field(init=False)
@@ -113,6 +116,9 @@ class FakeRunner:
         self._window: list[int | None] = [None] * (self.num_window_pages * self.page_size)
         self._last_token_ids: dict[int, int] = {}
         self.out: deque[Launched] = deque()
+
+    def close(self) -> None:
+        self.on_close()
 
     def run(self, step: ScheduledStep) -> StepOutput:
         return self.launch(step).result()

@@ -596,6 +596,41 @@ def test_stop_waits_for_the_step_that_is_out() -> None:
         assert not loop.is_broken
 
 
+def test_a_fault_breaks_an_engine_that_rests_and_ends_what_is_open() -> None:
+    closed = threading.Event()
+    gate = Gate()
+    for is_idle in (True, False):
+        runner = FakeRunner(on_run=gate, on_close=closed.set)
+        with running(fake_engine(runner)) as loop:
+            client = None if is_idle else submit(loop, "a", **FOREVER)
+            if not is_idle:
+                gate.wait()
+            runner.fault = "rank 1 fell off"
+            gate.let()
+            if client is not None:
+                final = client.final()
+                assert (final.finish_reason, final.error) == (
+                    "error",
+                    "the engine failed: rank 1 fell off",
+                )
+            assert closed.wait(SECONDS)
+            assert loop.is_broken
+            with pytest.raises(Unavailable, match="rank 1 fell off"):
+                submit(loop, "b")
+        closed.clear()
+
+
+def test_a_loop_closes_its_runner_behind_the_last_step() -> None:
+    events: list[str] = []
+    runner = FakeRunner(
+        on_run=lambda _: events.append("run"), on_close=lambda: events.append("close")
+    )
+    with running(fake_engine(runner)) as loop:
+        submit(loop, "a", max_tokens=2, ignore_eos=True).final()
+        assert "close" not in events
+    assert events == ["run", "run", "close"]
+
+
 def test_stats_say_what_is_going_on() -> None:
     engine = fake_engine(max_num_seqs=1)
     engine.add(request("a", (1, 2, 3, 4, 5), max_tokens=3, ignore_eos=True))
