@@ -20,6 +20,8 @@ _LOCAL_CHANNEL = [
     ("grpc.max_receive_message_length", -1),
 ]
 
+_Arrivals = queue.SimpleQueue[tuple[Any, Any]]  # results and errors
+
 
 class RequestFailed(RuntimeError):
     """The server refused or failed a request, or is not there: its own sentence."""
@@ -48,18 +50,27 @@ class ChatResponse:
 
 
 class ChatClient:
-    """One connection to a server at `url` (host:port of gRPC); one request at a time."""
+    """One connection to a server at `url` (host:port of gRPC); one request at a time.
+
+    Its stream stays open between answers: to open one takes longer than all else that a client
+    does. So leave it by `with`, or close it: an open stream keeps its process alive.
+    """
 
     def __init__(self, url: str) -> None:
         is_local = url.startswith(("127.0.0.1:", "localhost:"))
         self._client = tritonclient.InferenceServerClient(
             url, channel_args=_LOCAL_CHANNEL if is_local else None
         )
+        # Of the stream, while it is open and no request has it.
+        self._idle: _Arrivals | None = None
 
     def __enter__(self) -> "ChatClient":
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         self._client.close()
 
     def ask(self, **fields: Any) -> Generator[ChatResponse, None, None]:
@@ -76,13 +87,10 @@ class ChatClient:
     ) -> Generator[dict[str, Any], None, None]:
         """The responses of any decoupled model, each its outputs by name: text, number or list."""
         timeout = None if timeout_seconds is None else int(timeout_seconds * 1e6)
-        arrivals: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
-        # Errors come as sentences without their codes: the header `triton_grpc_error`, which asks
-        # for codes, makes the 2.51 server crash sooner or later.
-        self._client.start_stream(lambda result, error: arrivals.put((result, error)))
-        is_over = False
+        tensors = as_tensors(inputs)
+        arrivals = self._take_stream()
+        is_over = has_failed = False
         try:
-            tensors = as_tensors(inputs)
             with suppress(InferenceServerException):
                 # Raised where the stream has failed by now: its callback has been told why.
                 self._client.async_stream_infer(
@@ -91,14 +99,30 @@ class ChatClient:
             while not is_over:
                 result, error = arrivals.get()
                 if error is not None:
-                    is_over = True
+                    is_over = has_failed = True
                     raise RequestFailed(error.message() or str(error))
                 response = result.get_response()
                 is_over = response.parameters["triton_final_response"].bool_param
                 if response.outputs:
                     yield {each.name: _value(each, result) for each in response.outputs}
         finally:
-            self._client.stop_stream(cancel_requests=not is_over)
+            if is_over and not has_failed:
+                self._idle = arrivals
+            else:
+                self._client.stop_stream(cancel_requests=not is_over)
+
+    def _take_stream(self) -> _Arrivals:
+        """Where the responses of an open stream arrive: the last request's, or a new one's."""
+        arrivals, self._idle = self._idle, None
+        if arrivals is not None:
+            if arrivals.empty():
+                return arrivals
+            self._client.stop_stream()  # It broke meanwhile, which is what arrived.
+        arrivals = _Arrivals()
+        # Errors come as sentences without their codes: the header `triton_grpc_error`, which asks
+        # for codes, makes the 2.51 server crash sooner or later.
+        self._client.start_stream(lambda result, error: arrivals.put((result, error)))
+        return arrivals
 
 
 def as_tensors(inputs: Mapping[str, Any]) -> list[tritonclient.InferInput]:

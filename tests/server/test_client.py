@@ -1,10 +1,15 @@
-"""Inputs by name become tensors of the right type, or a sentence: nothing wraps around."""
+"""Inputs by name become tensors of the right type, or a sentence; answers share a stream."""
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from tritonclient.utils import InferenceServerException
 
-from gptoss_backend.client import as_tensors
+from gptoss_backend import client
+from gptoss_backend.client import ChatClient, RequestFailed, as_tensors
 from gptoss_engine.types import InvalidRequest
 
 
@@ -37,3 +42,96 @@ def test_types(name: str, value: Any, kind: str, shape: list[int]) -> None:
 def test_numbers_that_do_not_fit_are_refused(name: str, value: Any, sentence: str) -> None:
     with pytest.raises(InvalidRequest, match=sentence):
         as_tensors({name: value})
+
+
+class _Server:
+    """In tritonclient's place: `says` has what each stream is told; `calls`, what it was asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.callback: Callable[[Any, Any], None]
+
+    def start_stream(self, callback: Callable[[Any, Any], None]) -> None:
+        self.calls.append("start")
+        self.callback = callback
+
+    def async_stream_infer(self, model: str, *_: Any, **__: Any) -> None:
+        self.calls.append(model)
+        if model == "refused":
+            self.fail("no")
+        else:
+            self.respond(is_last=False)
+            self.respond(is_last=True)
+
+    def stop_stream(self, *, cancel_requests: bool = False) -> None:
+        self.calls.append("cancel" if cancel_requests else "stop")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+    def respond(self, *, is_last: bool) -> None:
+        flag = SimpleNamespace(bool_param=is_last)
+        outputs = [SimpleNamespace(name="token_ids")]
+        response = SimpleNamespace(parameters={"triton_final_response": flag}, outputs=outputs)
+        numbers = SimpleNamespace(get_response=lambda: response, as_numpy=lambda _: np.arange(2))
+        self.callback(numbers, None)
+
+    def fail(self, sentence: str) -> None:
+        self.callback(None, InferenceServerException(sentence))
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> _Server:
+    server = _Server()
+    monkeypatch.setattr(client.tritonclient, "InferenceServerClient", lambda *_, **__: server)
+    return server
+
+
+def _ask(connection: ChatClient, model: str = "asked") -> list[dict[str, Any]]:
+    return list(connection.stream(model, {}))
+
+
+def test_answers_share_a_stream(server: _Server) -> None:
+    with ChatClient("host:1") as connection:
+        assert _ask(connection) == _ask(connection) == [{"token_ids": [0, 1]}] * 2
+    assert server.calls == ["start", "asked", "asked", "close"]
+
+
+def test_who_leaves_early_cancels_and_hears_nothing_of_it_later(server: _Server) -> None:
+    with ChatClient("host:1") as connection:
+        responses = connection.stream("left", {})
+        next(responses)
+        responses.close()
+        assert len(_ask(connection)) == 2
+    assert server.calls == ["start", "left", "cancel", "start", "asked", "close"]
+
+
+def test_a_failed_request_leaves_no_stream(server: _Server) -> None:
+    with ChatClient("host:1") as connection:
+        with pytest.raises(RequestFailed, match="no"):
+            _ask(connection, "refused")
+        assert len(_ask(connection)) == 2
+    assert server.calls == ["start", "refused", "stop", "start", "asked", "close"]
+
+
+def test_a_stream_that_broke_meanwhile_fails_nobody(server: _Server) -> None:
+    with ChatClient("host:1") as connection:
+        _ask(connection)
+        server.fail("the server has gone")
+        assert len(_ask(connection)) == 2
+    assert server.calls == ["start", "asked", "stop", "start", "asked", "close"]
+
+
+def test_a_stream_in_use_is_nobody_elses(server: _Server) -> None:
+    with ChatClient("host:1") as connection:
+        _ask(connection)
+        first = connection.stream("first", {})
+        next(first)
+        _ask(connection)  # tritonclient would refuse it.
+    assert server.calls == ["start", "asked", "first", "start", "asked", "close"]
+
+
+def test_inputs_that_cannot_be_sent_open_no_stream(server: _Server) -> None:
+    with ChatClient("host:1") as connection, pytest.raises(InvalidRequest):
+        list(connection.stream("asked", {"seed": -1}))
+    assert server.calls == ["close"]

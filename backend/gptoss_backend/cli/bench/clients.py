@@ -124,13 +124,18 @@ def _started(shares: Sequence[_Share]) -> Iterator[tuple[list[Connection], Calla
 
 def _work(share: _Share, start: Connection, results: Any) -> None:
     """A process: warm up, say so, wait for the beginning, and send each request's record."""
+    with ExitStack() as stack:
+        _answer(share, start, results, stack)
+
+
+def _answer(share: _Share, start: Connection, results: Any, stack: ExitStack) -> None:
     clients: queue.SimpleQueue[ChatClient] = queue.SimpleQueue()
 
     def answered(ask: Ask, due: float, began: float) -> Request:
         try:
             client = clients.get_nowait()
         except queue.Empty:
-            client = ChatClient(share.url)
+            client = stack.enter_context(ChatClient(share.url))
         responses: list[tuple[float, int]] = []
         for outputs in client.stream(ask.model, ask.inputs):
             count = outputs[ask.counted]
