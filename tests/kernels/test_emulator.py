@@ -7,6 +7,7 @@ small kernels of their own.
 import ctypes
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Literal
@@ -113,6 +114,7 @@ def attention_error(sequences: list[tuple[int, int]], seed: int, change: Change 
 
 NARROW = LinearTile(24, m_groups=1, k_groups=2)
 IN_THREE = LinearTile(40, m_groups=1, k_groups=3)
+HASTY = replace(NARROW, hastens=True)
 ODD_RING = LinearTile(192, m_groups=1, k_groups=2)  # a slot is each warpgroup's in turn
 BOXES = LinearTile(128, m_groups=1, waves=2, stores_boxes=True)
 SHARED_X = LinearTile(64, m_groups=1, stores_boxes=True, cluster_n=2)
@@ -202,7 +204,7 @@ def test_dispatch(launches: Literal[1, 3, 4], seed: int) -> None:
 @SEEDS
 @pytest.mark.parametrize(
     "tile",
-    [NARROW, IN_THREE, ODD_RING, BOXES, SHARED_X, SHARED_WEIGHT, FEW_ROWS, FEW_LONG_ROWS],
+    [NARROW, HASTY, IN_THREE, ODD_RING, BOXES, SHARED_X, SHARED_WEIGHT, FEW_ROWS, FEW_LONG_ROWS],
     ids=str,
 )
 def test_linear(tile: LinearTile | FewTile, seed: int) -> None:
@@ -310,6 +312,16 @@ MUTANTS = {
         lambda *given: linear_error(NARROW, *given),
         "if (!is_first) named_sync(SUM_FREE_BARRIER + group, 256);",
         "",
+    ),
+    "a residual is on its way before the kernel before has ended": (
+        lambda *given: linear_error(HASTY, *given),
+        f"k_group != 0) return;\n    {WAIT}",
+        "k_group != 0) return;\n",
+    ),
+    "of all tiles the first one's residual is added": (
+        lambda *given: linear_error(HASTY, *given),
+        "start_residual(row, column, tile == first);",
+        "start_residual(row, column, true);",
     ),
     "the turn before another warpgroup's is taken for the own one": (
         lambda *given: linear_error(ODD_RING, *given),

@@ -11,7 +11,12 @@
 // multiplied, and is added box by box between blocks of K. Otherwise lanes store what they have in
 // registers, and the residual is added after a tile's first block of K.
 //
-// Defined by whoever compiles this, beside what gemm_fp8.cuh wants: HAS_RESIDUAL, STORES_BOXES.
+// With HASTENS, of a residual in registers, that of a block's first tile is on its way beside its
+// first block of K; and a block that has one tile lets the next kernel begin when the one before has
+// ended, and not when it has sent for all.
+//
+// Defined by whoever compiles this, beside what gemm_fp8.cuh wants: HAS_RESIDUAL, STORES_BOXES,
+// HASTENS.
 
 constexpr int BOX_COLUMNS = STORES_BOXES ? 64 : BLOCK_N;
 constexpr int BOX_BYTES = 16 * BOX_COLUMNS * 2;
@@ -24,6 +29,9 @@ static_assert(!STORES_BOXES || BOX_OFFSET + NUM_BOX_WARPS * BOX_BYTES <= SHARED_
               "the launch gives too little memory");
 constexpr bool HAS_RESIDUAL_BOXES = HAS_RESIDUAL && STORES_BOXES;
 constexpr int RESIDUAL_BOXES = WAVES * BOXES;  // of a tile, in each warp
+constexpr bool HASTENS_RESIDUAL = HASTENS && HAS_RESIDUAL;
+static_assert(!HASTENS_RESIDUAL || !STORES_BOXES && WAVES == 1, "registers have a tile's residual");
+constexpr int FIRST_PAIRS = HASTENS_RESIDUAL ? BLOCK_N / 8 : 1;  // in each of a lane's two rows
 constexpr int RESIDUAL_STEP = HAS_RESIDUAL_BOXES ? 4 : 32;  // blocks of K from one to the next
 
 struct LinearArguments : Arguments {
@@ -103,6 +111,8 @@ __device__ __forceinline__ void produce(uint32_t shared, const TensorMap* x_map,
     tiles.at(row, column);
     for (int k = 0; k < num_early; ++k) load_weight(k, column, k);
     wait_for_previous_kernels();
+    const bool has_one = HASTENS && tiles.count() <= step;
+    if (has_one) allow_next_kernel();
 
     Ring ring;
     for (int tile = first; tile < tiles.count(); tile += step, tiles.advance()) {
@@ -115,7 +125,7 @@ __device__ __forceinline__ void produce(uint32_t shared, const TensorMap* x_map,
             load_x(ring.slot, row, k);
         }
     }
-    allow_next_kernel();
+    if (!has_one) allow_next_kernel();
 }
 
 struct LinearMath : Math {
@@ -125,6 +135,7 @@ struct LinearMath : Math {
     const uint32_t box_place;  // of this warp
     int num_added = 0;         // boxes of the residual, to this tile
     uint32_t residual_phase = 0;
+    uint32_t first_residual[2][FIRST_PAIRS];
 
     __device__ __forceinline__ LinearMath(uint32_t shared, const LinearArguments& arguments,
                                           const TensorMap* out_map, const TensorMap* residual_map,
@@ -175,9 +186,11 @@ struct LinearMath : Math {
     }
 
     // Of the tile whose first block of K has been multiplied.
-    __device__ __forceinline__ void start_residual(int row, int column) {
+    __device__ __forceinline__ void start_residual(int row, int column, bool is_first) {
         if (!HAS_RESIDUAL || k_group != 0) return;
-        if constexpr (HAS_RESIDUAL_BOXES) {
+        if (HASTENS_RESIDUAL && is_first) {
+            add_first_residual();
+        } else if constexpr (HAS_RESIDUAL_BOXES) {
             num_added = 0;
             shared_fence();
             __syncwarp();
@@ -209,6 +222,34 @@ struct LinearMath : Math {
         __syncwarp();
         if constexpr (BOX + 1 < RESIDUAL_BOXES)
             if (lane == 0) request_residual(BOX + 1, row, column);
+    }
+
+    __device__ __forceinline__ void load_first_residual(int row, int column) {
+        if (!HASTENS_RESIDUAL || k_group != 0) return;
+        wait_for_previous_kernels();
+        const int first_column = column + lane % 4 * 2;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int out_row = row + row_in_block + half * 8;
+            const int num_columns = out_row < arguments.M ? arguments.N - first_column : 0;
+            const unsigned short* residual =
+                linear.residual + first_column +
+                static_cast<long long>(out_row) * linear.residual_stride;
+#pragma unroll
+            for (int i = 0; i < FIRST_PAIRS; ++i)
+                first_residual[half][i] = load_global(residual + i * 8, i * 8 < num_columns);
+        }
+    }
+
+    __device__ __forceinline__ void add_first_residual() {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+            for (int i = 0; i < FIRST_PAIRS; ++i) {
+                promoted[0][4 * i + half * 2] += low_bf16(first_residual[half][i]);
+                promoted[0][4 * i + half * 2 + 1] += high_bf16(first_residual[half][i]);
+            }
+        }
     }
 
     // As many as registers allow are under way at once. Each element is read before its thread passes
@@ -279,6 +320,7 @@ struct LinearMath : Math {
         prefetch(next_column);
 #pragma unroll
         for (int wave = 0; wave < WAVES; ++wave) start(wave);  // beside the first loads
+        load_first_residual(next_row, next_column);
         ring.advance(k_group);
         for (int tile = first; tile <= last; tile += step) {
             const auto boundary = boundary_of(next_column);
@@ -297,7 +339,7 @@ struct LinearMath : Math {
                     prefetch(next_column);
                 }
             });
-            start_residual(row, column);
+            start_residual(row, column, tile == first);
             dispatch<RESIDUAL_STEP>(k_group + K_GROUPS, boundary, Constant<WAVES>(), [&] {
                 if constexpr (HAS_RESIDUAL_BOXES)
                     if (k_group == 0) add_next(row, column);

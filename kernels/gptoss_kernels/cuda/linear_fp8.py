@@ -98,12 +98,15 @@ _BOX_BYTES = _BOX[0] * _BOX[1] * 2
 class LinearTile(Tile):
     """How sums are stored: from registers, or by the copy engine in boxes of 64 columns.
 
-    `unroll` blocks of K are written out: no loop's end lies between two multiplications.
+    `unroll` blocks of K are written out: no loop's end lies between two multiplications. hastens:
+    the residual comes beside the first block of K, and a kernel of one round of tiles lets the next
+    one begin early.
     """
 
     stores_boxes: bool = False
     has_residual: bool = False
     unroll: int = 1
+    hastens: bool = False
 
     @property
     def fixed_bytes(self) -> int:
@@ -117,6 +120,7 @@ class LinearTile(Tile):
             "BIAS_IS_OPTIONAL": 1,
             "HAS_RESIDUAL": int(self.has_residual),
             "STORES_BOXES": int(self.stores_boxes),
+            "HASTENS": int(self.hastens),
         }
 
 
