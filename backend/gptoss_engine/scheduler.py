@@ -113,6 +113,7 @@ class Scheduler:
         pages are short a prefill chunk shrinks; where not even one token has a page, the youngest
         sequences are preempted. A new sequence needs room for all of its tokens and must leave
         every running one a page to grow by: else it would be preempted before it gained anything.
+        Of the window's group that is no page where a window has as many as it can touch.
         """
         self._make_room()
         decodes: list[ScheduledItem] = []
@@ -128,11 +129,14 @@ class Scheduler:
                 (decodes if item.is_decode else prefills).append(item)
                 spare -= item.num_slots - 1
 
-        while self.waiting and spare > 0 and not preempted and self._can_start(self.waiting[0]):
-            sequence = self._start_first()
-            item = self._take(sequence, min(self._room(sequence), spare))
-            (decodes if item.is_decode else prefills).append(item)
-            spare -= item.num_slots
+        if self.waiting and spare > 0 and not preempted:
+            num_growing = sum(map(self._window_grows, self.running))
+            while self.waiting and spare > 0 and self._can_start(self.waiting[0], num_growing):
+                sequence = self._start_first()
+                item = self._take(sequence, min(self._room(sequence), spare))
+                (decodes if item.is_decode else prefills).append(item)
+                spare -= item.num_slots
+                num_growing += self._window_grows(sequence)
 
         assert decodes or prefills or not (self.running or self.waiting), (
             "the oldest sequence must advance"
@@ -218,13 +222,21 @@ class Scheduler:
         sequence.num_pending_tokens += item.is_sampled
         return item
 
-    def _can_start(self, sequence: Sequence) -> bool:
+    def _window_grows(self, sequence: Sequence) -> bool:
+        """Whether a running sequence will need more pages of the window's group than it has left
+        when its next step has given back what it no longer sees.
+        """
+        first_seen = max(0, sequence.num_computed_tokens - self.sliding_window + 1)
+        num_pages = len(sequence.page_tables.window) - first_seen // self.window.page_size
+        return num_pages < self.max_window_pages
+
+    def _can_start(self, sequence: Sequence, num_growing: int) -> bool:
         num_tokens = len(sequence.token_ids)
         num_window_pages = min(self.window.pages_for(num_tokens), self.max_window_pages)
         return (
             len(self.running) < self.max_num_seqs
             and self.full.pages_for(num_tokens) + len(self.running) <= self.full.num_free
-            and num_window_pages + len(self.running) <= self.window.num_free
+            and num_window_pages + num_growing <= self.window.num_free
         )
 
     def _start_first(self) -> Sequence:

@@ -6,6 +6,7 @@ import torch
 from gptoss_engine.config import EngineConfig, InvalidConfig
 from gptoss_engine.engine import Engine
 from gptoss_engine.kv_cache import KVCache, PageCounts, max_model_len, window_pages
+from gptoss_engine.sequence import ScheduledStep
 
 from .fakes import FakeRunner, model_config, request
 
@@ -55,6 +56,44 @@ def test_derived_window_pages_never_run_short(
         engine.step()
     stats = engine.stats()
     assert (stats.num_preemptions, stats.num_finished["length"]) == (0, 48)
+
+
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+@pytest.mark.parametrize(("page_size", "sliding_window"), [(4, 4), (4, 7), (1, 4), (8, 4)])
+def test_derived_window_pages_keep_nobody_from_a_seat(
+    page_size: int, sliding_window: int, is_asynchronous: bool
+):
+    """While anyone waits, all seats are taken, wherever the others' windows lie."""
+    config = EngineConfig(
+        page_size=page_size, max_num_seqs=32, max_num_batched_tokens=64, max_model_len=64
+    )
+    model = model_config(sliding_window=sliding_window, max_model_len=64)
+    runner = FakeRunner(
+        page_size=page_size,
+        num_pages=32 * 64 // page_size,
+        num_window_pages=window_pages(config, model),
+        sliding_window=sliding_window,
+        is_asynchronous=is_asynchronous,
+    )
+    engine = Engine(config, runner)
+    for index in range(72):
+        prompt = (1,) * (index % 9 + 2 * sliding_window)
+        engine.add(request(str(index), prompt, max_tokens=30 - index % 5, ignore_eos=True))
+    num_full = 0
+
+    def launched(step: ScheduledStep) -> None:
+        nonlocal num_full
+        # Where the budget is spent on prompts nobody can begin.
+        is_spent = sum(item.num_slots for item in step.items) == config.max_num_batched_tokens
+        scheduler = engine.scheduler
+        assert is_spent or not scheduler.waiting or len(scheduler.running) == 32
+        num_full += len(scheduler.running) == 32
+
+    runner.on_launch = launched
+    while engine.has_work:
+        engine.step()
+    assert num_full > 30
+    assert engine.stats().num_preemptions == 0
 
 
 def test_derived_counts_fit_the_memory():

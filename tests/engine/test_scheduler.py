@@ -213,6 +213,36 @@ def test_a_new_sequence_leaves_each_running_one_a_page_to_grow_by() -> None:
     assert scheduler.num_preemptions == 0
 
 
+def test_a_window_that_grows_is_left_a_page() -> None:
+    runner = FakeRunner(page_size=4, num_window_pages=3)
+    scheduler = make_scheduler(runner)
+    scheduler.add(make_sequence("a", 4, 9))
+    scheduler.add(make_sequence("b", 5, 2))
+    while "a" in scheduler:
+        assert sizes(run(scheduler, runner)[0])[0][0] == "a"
+        assert [sequence.generation_id for sequence in scheduler.waiting] == ["b"]
+    run_to_end(scheduler, runner)
+    assert scheduler.num_preemptions == 0
+
+
+def test_a_window_that_cannot_grow_is_left_no_page() -> None:
+    """A window of 4 touches 2 pages at the most, and so do all of a's from its fifth token on."""
+    runner = FakeRunner(page_size=4, num_window_pages=4)
+    scheduler = make_scheduler(runner)
+    sequences = [make_sequence("a", 4, 20), make_sequence("b", 5, 20)]
+    scheduler.add(sequences[0])
+    run(scheduler, runner)
+    scheduler.add(sequences[1])
+    scheduler.add(make_sequence("c", 1, 1))
+    assert sizes(run(scheduler, runner)[0]) == [("a", 1), ("b", 5)]
+    assert scheduler.window.num_free == 0
+    run_to_end(scheduler, runner)
+    assert scheduler.num_preemptions == 0
+    for sequence in sequences:
+        prompt = sequence.num_prompt_tokens
+        assert tuple(sequence.token_ids[prompt:]) == answer(sequence, runner.sliding_window)[0]
+
+
 def test_the_head_of_the_queue_is_never_overtaken() -> None:
     runner = FakeRunner(page_size=4, num_pages=4)
     scheduler = make_scheduler(runner)
