@@ -329,12 +329,23 @@ def check_rms_norm_inputs(hidden: Tensor, weight: Tensor, update: Tensor | Mixtu
     check_shape("weight", weight, (hidden.shape[1],))
     check_contiguous("weight", weight)
     check_start("weight", weight)
+    if update is not None:
+        _check_update(hidden, update)
+
+
+def check_reduction_inputs(hidden: Tensor, update: Tensor | Mixture) -> None:
+    """Of a reduction, beside those of its norm."""
+    check_row_matrix("hidden", hidden, hidden)
+    _check_update(hidden, update)
+
+
+def _check_update(hidden: Tensor, update: Tensor | Mixture) -> None:
     if isinstance(update, Mixture):
         check_combine_inputs(*update)
         check_type("outputs", update.outputs, torch.bfloat16, hidden, "hidden")
         check_shape("outputs", update.outputs, (len(update.outputs), hidden.shape[1]))
         check_shape("rows", update.rows, (len(hidden), update.rows.shape[1]))
-    elif update is not None:
+    else:
         check_shape("update", update, tuple(hidden.shape))
         check_row_matrix("update", update, hidden, "hidden")
 

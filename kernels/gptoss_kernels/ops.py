@@ -9,7 +9,9 @@ P pages, V vocabulary.
 import importlib
 from typing import Literal, Protocol, get_args
 
+import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from gptoss_kernels import contracts, reference
 from gptoss_kernels.contracts import (
@@ -39,6 +41,7 @@ PAGE_SIZES: dict[Attention, tuple[int, ...]] = {
 }
 HEAD_DIM = contracts.HEAD_DIM  # which all kernels of attention want; the reference takes any
 GROUPS_OF_HEADS = contracts.GROUPS_OF_HEADS  # likewise
+REDUCTION_LIMIT = 10.0  # seconds
 _MODULES = {
     "cuda": "gptoss_kernels.cuda.operators",
     "triton": "gptoss_kernels.triton_lang.operators",
@@ -56,6 +59,7 @@ __all__ = [
     "NO_SEAT",
     "PAGE_SIZES",
     "PENDING",
+    "REDUCTION_LIMIT",
     "Attention",
     "AttentionOperators",
     "CommonOperators",
@@ -67,6 +71,7 @@ __all__ = [
     "Mixture",
     "Mxfp4Weight",
     "Operators",
+    "Reduction",
     "Routed",
     "SamplingRows",
     "StepItem",
@@ -75,6 +80,8 @@ __all__ = [
     "load_attention",
     "load_common",
     "load_fp8",
+    "load_rank",
+    "load_reduction",
 ]
 
 
@@ -339,6 +346,65 @@ class Fp8Operators(Protocol):
     ) -> Tensor: ...
 
 
+class Reduction(Protocol):
+    """Sums over the ranks that share a model, each with its part of a product or of the experts.
+
+    Each method is hidden <- hidden + sum over ranks of update, in fp32 in the order of ranks,
+    rounded once: the same bits on every rank, run after run. What a rank's experts gave is added up
+    and rounded before. Then the norm of that, as CommonOperators.rms_norm and
+    Fp8Operators.rms_norm_fp8 give it. All ranks call the same methods in the same order with the
+    same sizes; `hidden` [T, H] is the same on all of them.
+
+    On a GPU each is one launch for up to max_tokens tokens, on the current stream, and can be
+    captured into a CUDA graph. What may be read early is as in Fp8Operators, and `hidden` and what
+    a mixture has beside its outputs always. A kernel waits for another rank no longer than its
+    limit: then it ends this rank's CUDA context, so that the next call of CUDA raises, and
+    `failure` says what it waited for; None as long as it has not.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def add(self, hidden: Tensor, update: Tensor | Mixture) -> Tensor: ...
+
+    def rms_norm(
+        self, hidden: Tensor, weight: Tensor, eps: float, update: Tensor | Mixture
+    ) -> Tensor: ...
+
+    def rms_norm_fp8(
+        self, hidden: Tensor, weight: Tensor, eps: float, update: Tensor | Mixture
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def failure(self) -> str | None: ...
+
+
+def load_reduction(
+    name: Literal["cuda", "reference"],
+    group: ProcessGroup,
+    device: torch.device,
+    *,
+    columns: int,
+    max_tokens: int,
+    limit: float = REDUCTION_LIMIT,
+) -> Reduction:
+    """The reduction of this rank of the group; all its ranks call this together.
+
+    "cuda": in bf16 over peer memory, with room for `max_tokens` rows of `columns` (more go in
+    pieces) and waits of up to `limit` seconds; ranks whose GPUs cannot see each other are a
+    LibraryError. "reference": any device and dtype, by what the group gathers with.
+    """
+    if name == "reference":
+        return reference.Reduction(group)
+    from gptoss_kernels.cuda.reduction import Reduction as PeerReduction
+
+    return PeerReduction.of_group(
+        group, device, columns=columns, max_tokens=max_tokens, limit=limit
+    )
+
+
 def load_fp8(gemm: Gemm) -> Fp8Operators:
     """The FP8 operators of one implementation; only "reference" runs without a GPU.
 
@@ -389,3 +455,17 @@ def load(gemm: Gemm = "reference", attention: Attention = "reference") -> Operat
             library()
     common = load_common("cuda" if "cuda" in (gemm, attention) else "reference")
     return ComposedOperators(*implementations, common)
+
+
+def load_rank(
+    operators: Operators, reduction: Reduction, experts: range | None, gemm: Gemm
+) -> Operators:
+    """Those of one of several ranks, over its own: what is added to the residual stream is summed.
+
+    experts: the rank's, where each has whole ones. gemm: the products' of `operators`.
+    """
+    from gptoss_kernels.ranks import RankOperators
+
+    # The reference rounds to its operands' dtype, and one norm for all is no faster there.
+    fp8 = None if gemm == "reference" else load_fp8(gemm)
+    return RankOperators(operators, reduction, experts, fp8)

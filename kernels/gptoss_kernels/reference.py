@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from gptoss_kernels.contracts import (
     LEAST_TEMPERATURE,
@@ -574,13 +575,54 @@ def combine(
     """sum_k chosen_weights[t, k] * outputs[rows[t, k]] + residual[t], in fp32 in this order
 
     outputs [R, H]; rows int32, chosen_weights [T, K]; residual [T, H] -> [T, H] in outputs.dtype.
+    A weight of 0 adds nothing, whatever lies in its row, or where it is none: see ranks.of_rank.
     """
     total = outputs.new_zeros(len(rows), outputs.shape[1], dtype=torch.float32)
     for row, weight in zip(rows.T, chosen_weights.T, strict=True):
-        total += outputs[row].float() * weight[:, None].float()
+        weight = weight[:, None].float()
+        total += (outputs[row].float() * weight).masked_fill_(weight == 0, 0)
     if residual is not None:
         total += residual
     return total.to(outputs.dtype)
+
+
+class Reduction:
+    """hidden <- hidden + sum over the group's ranks of update, in fp32 in their order, rounded once
+
+    hidden, update [T, H]; a mixture is first added up, and rounded, as combine does. Each rank adds
+    to its own hidden, which all have alike. Over any backend that gathers bytes.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self.rank, self.size = group.rank(), group.size()
+
+    def add(self, hidden: Tensor, update: Tensor | Mixture) -> Tensor:
+        own = combine(*update) if isinstance(update, Mixture) else update
+        assert own.shape == hidden.shape
+        assert own.dtype == hidden.dtype
+        parts = own.new_empty((self.size, *own.shape))
+        if own.numel():
+            sent = own.contiguous().view(torch.uint8)
+            received = list(parts.view(torch.uint8).unbind())
+            self._group.allgather([received], [sent]).wait()
+        total = torch.zeros_like(hidden, dtype=torch.float32)
+        for part in parts:
+            total += part
+        return hidden.copy_(total + hidden)
+
+    def rms_norm(
+        self, hidden: Tensor, weight: Tensor, eps: float, update: Tensor | Mixture
+    ) -> Tensor:
+        return rms_norm(self.add(hidden, update), weight, eps)
+
+    def rms_norm_fp8(
+        self, hidden: Tensor, weight: Tensor, eps: float, update: Tensor | Mixture
+    ) -> tuple[Tensor, Tensor]:
+        return rms_norm_fp8(self.add(hidden, update), weight, eps)
+
+    def failure(self) -> None:
+        """The group raises."""
 
 
 def _grouped(

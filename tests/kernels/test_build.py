@@ -25,6 +25,9 @@ from gptoss_kernels.cuda.linear_fp8_few import FewTile
 from gptoss_kernels.cuda.logprobs import spec as logprobs_spec
 from gptoss_kernels.cuda.norm_route import RouteTile, choice_spec
 from gptoss_kernels.cuda.quantise import spec as quantise_spec
+from gptoss_kernels.cuda.reduction import ONE_SHOT_BYTES
+from gptoss_kernels.cuda.reduction import choose_layout as choose_reduction_layout
+from gptoss_kernels.cuda.reduction import spec as reduction_spec
 from gptoss_kernels.cuda.rms_norm_fp8 import spec as rms_norm_spec
 from gptoss_kernels.cuda.rows import choose_layout
 from gptoss_kernels.cuda.sample import spec as sample_spec
@@ -85,6 +88,11 @@ def test_what_is_served_is_what_operators_choose() -> None:
         for is_fp8, chosen in product((True, False), (0, 1, 4)):
             assert rms_norm_spec(layout, is_fp8=is_fp8, num_chosen=chosen) in served
         assert combine_spec(choose_combine_layout(m, 2880, 4), 4) in served
+        for ranks, (chosen, is_fp8) in product((2, 4, 8), ((0, 0), (1, 0), (4, 0), (1, 1), (4, 1))):
+            options = {"num_chosen": chosen, "has_norm": bool(is_fp8), "is_fp8": bool(is_fp8)}
+            two_shot = ranks > 2 and m > ONE_SHOT_BYTES // 5760
+            reducing = choose_reduction_layout(m, 2880, ranks)
+            assert reduction_spec(reducing, ranks, two_shot=two_shot, **options) in served
         assert {select_rows_spec(layout, row_type) for row_type in ROW_BYTES} <= served
     for m, k in product((1, 8, 9, 32), (2880, 320, 128)):
         rows_tile = choose_rows_tile(m, 201_088, k)

@@ -638,6 +638,66 @@ def test_a_fault_is_told(number: int) -> None:
         run(body, data, data.clone(), functions=functions, kind=number, box=(8, 64), swizzle=128)
 
 
+STORE = (
+    'asm volatile("st.relaxed.sys.global.v4.b32 [%0], {%1, %1, %1, %1};" '
+    ':: "l"(own), "r"(turn) : "memory");'
+)
+LOOK = (
+    'asm volatile("ld.relaxed.sys.global.v4.b32 {%0, %1, %2, %3}, [%4];" '
+    ': "=r"(seen.x), "=r"(seen.y), "=r"(seen.z), "=r"(seen.w) : "l"(peer) : "memory");'
+)
+MEETING = f"""
+    int* const own = reinterpret_cast<int*>(arguments.out);
+    const int* const peer = reinterpret_cast<int*>(arguments.data);
+    if (thread) return;
+    const int turn = own[4] + 1;
+    {STORE}
+    int4 seen;
+    do {{ {LOOK} }} while (seen.x < turn);
+    own[5] |= seen.y < turn || seen.z < turn || seen.w < turn;
+    own[4] = turn;
+"""
+
+
+def meet(seed: int, ranks: int) -> Tensor:
+    """Of two ranks: what each has sent, how often it has launched, whether it saw half a vector.
+
+    By `ranks` at a time.
+    """
+    memory = torch.zeros(2, 8, dtype=torch.int32)
+    spec = KernelSpec("small", (), generated=MMA + HEAD + MEETING + "}\n")
+    with emulated(seed, seconds=1) as emulation:
+        launches = []
+        for rank in (0, 1):
+            arguments = Arguments(memory[1 - rank].data_ptr(), memory[rank].data_ptr(), 0)
+            given = (arguments, runtime.TensorMap())
+            launches.append(runtime.Launch(runtime.load(spec, 0), 1, 32, given))
+        with emulation.together(ranks):
+            for launch in launches * 3:
+                launch(0)
+    return memory
+
+
+def test_ranks_run_at_once_and_each_has_its_launches_one_after_the_other() -> None:
+    found = [meet(seed, 2) for seed in range(12)]
+    for memory in found:
+        assert memory[:, :5].tolist() == [[3] * 5] * 2
+    assert {bool(memory[:, 5].any()) for memory in found} == {False, True}
+    with pytest.raises(EmulationError, match="no end in sight"):
+        meet(0, 1)
+
+
+def test_ranks_that_launch_something_else_are_refused() -> None:
+    def launch(*all_rows: int) -> None:
+        with emulated() as emulation, emulation.together(2):
+            for rows in all_rows:
+                quantise(torch.zeros(rows, 128).bfloat16())
+
+    for all_rows in ((1, 2), (1, 1, 1), ()):
+        with pytest.raises(ValueError, match="one kernel with one grid, all as often"):
+            launch(*all_rows)
+
+
 @pytest.mark.parametrize(
     "loop", ['while (thread == 3) asm volatile("");', "while (thread == 3) __nanosleep(1);"]
 )

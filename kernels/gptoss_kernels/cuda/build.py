@@ -47,6 +47,7 @@ SERVED_MODELS = {
 # Multiprocessors of the Hopper boards: H100 and H200 (SXM), H100 NVL, H100 PCIe, H20.
 _NUM_BLOCKS = (132, 114, 78)
 _SWIGLU_GROUPS = (64, 128)
+_RANKS = (2, 4, 8)
 # No choice of a kernel changes within 64 rows, from 128 on.
 _NUM_TOKENS = (*range(1, 129), *range(129, 131_073, 64))
 
@@ -77,7 +78,7 @@ class Built:
 def served_kernels() -> tuple[KernelSpec, ...]:
     """Each once, for any number of tokens of any served model on any Hopper GPU."""
     models = SERVED_MODELS.values()
-    kinds = (_dense, _grouped, _attention, _bound_by_memory, _sampling)
+    kinds = (_dense, _grouped, _attention, _bound_by_memory, _reduction, _sampling)
     kernels = {spec for model in models for kind in kinds for spec in kind(model)}
     return tuple(sorted(kernels, key=str))
 
@@ -103,8 +104,8 @@ def _dense(model: ModelSizes) -> Iterator[KernelSpec]:
 
 def _grouped(model: ModelSizes) -> Iterator[KernelSpec]:
     from gptoss_kernels.cuda import grouped_fp8
-    from gptoss_kernels.cuda.experts_fp8 import MAXIMUM_TOKENS
-    from gptoss_kernels.cuda.experts_fp8 import tiles as few_tiles
+    from gptoss_kernels.cuda.experts_fp8 import MOST_TOKENS
+    from gptoss_kernels.cuda.experts_fp8 import choose_tiles as choose_few_tiles
     from gptoss_kernels.fp8 import BLOCK
 
     tiles = set()
@@ -113,10 +114,9 @@ def _grouped(model: ModelSizes) -> Iterator[KernelSpec]:
         first = {"x_group": BLOCK, "out_group": group}
         tiles.add(grouped_fp8.choose_tile(rows, experts, swiglu=True, **first))
         tiles.add(grouped_fp8.choose_tile(rows, experts, x_group=group))
-    for tokens in range(1, MAXIMUM_TOKENS + 1):
-        few = few_tiles(tokens, model.hidden, model.intermediate, model.experts_per_token)
-        if all(tile.is_possible for tile in few):
-            tiles.update(few)
+    sizes = (model.num_experts, model.hidden, model.intermediate, model.experts_per_token)
+    for tokens in range(1, MOST_TOKENS + 1):
+        tiles.update(choose_few_tiles(tokens, *sizes) or ())
     yield from (tile.spec for tile in tiles)
 
 
@@ -161,6 +161,22 @@ def _bound_by_memory(model: ModelSizes) -> Iterator[KernelSpec]:
             layout = choose_combine_layout(tokens, model.hidden, num_chosen)
             yield combine_spec(layout, num_chosen)
     yield from dispatch_specs(model.hidden, model.num_experts, chosen).values()
+
+
+def _reduction(model: ModelSizes) -> Iterator[KernelSpec]:
+    from gptoss_kernels.cuda.reduction import choose_layout, spec
+
+    # What attention gives and what experts do, and of a very long step their sums; before qkv the
+    # experts' alone.
+    chosen = model.experts_per_token
+    forms = [(num_chosen, False) for num_chosen in (0, 1, chosen)]
+    forms += [(num_chosen, True) for num_chosen in (1, chosen)]
+    for ranks in _RANKS:
+        layouts = {choose_layout(tokens, model.hidden, ranks) for tokens in _NUM_TOKENS}
+        shots = (False,) if ranks == 2 else (False, True)
+        for layout, two_shot, (num_chosen, is_fp8) in product(layouts, shots, forms):
+            kind = {"num_chosen": num_chosen, "has_norm": is_fp8, "is_fp8": is_fp8}
+            yield spec(layout, ranks, two_shot=two_shot, **kind)
 
 
 def _sampling(model: ModelSizes) -> Iterator[KernelSpec]:

@@ -1,6 +1,6 @@
 """What the kernels bound by memory share: how warps share a row, and their sources.
 
-The kernels are those of rows.cuh: quantise, rms_norm_fp8, dispatch_fp8 and combine.
+The kernels are those of rows.cuh: quantise, rms_norm_fp8, reduction, dispatch_fp8 and combine.
 """
 
 from __future__ import annotations
@@ -80,6 +80,8 @@ def row_spec(name: str, layout: RowLayout, **defines: int) -> KernelSpec:
         shared.append("dispatch.cuh")
     elif defines.get("CHOSEN"):
         shared.append("mixture.cuh")
+    if name in ("rms_norm_fp8", "reduction"):
+        shared.append("norm.cuh")
     variant = f"{layout.rows}x{layout.warps}x{layout.vectors}"
     return KernelSpec(
         name,

@@ -85,9 +85,13 @@ class _Setting(ctypes.Structure):
     _fields_ = (
         *(("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3)),
         *(("shared_bytes", ctypes.c_uint), ("resident", ctypes.c_uint)),
+        *((name, ctypes.c_uint) for name in ("ranks", "launches", "arguments_each")),
         *(("seed", ctypes.c_uint64), ("seconds", ctypes.c_uint), ("num_late", ctypes.c_uint)),
         ("late", ctypes.POINTER(_Late)),
     )
+
+
+_Launched = tuple[KernelSpec, tuple[int, int, int], tuple[int, int, int], int]
 
 
 @dataclass
@@ -106,6 +110,24 @@ class Emulation:
     change: Callable[[str], str] | None = None
     late: Sequence[torch.Tensor] = ()
     seconds: int = 60
+    _held: list[tuple[_Launched, ctypes.Array[ctypes.c_void_p]]] | None = None
+
+    @contextmanager
+    def together(self, ranks: int) -> Iterator[None]:
+        """Launches of one kernel and one grid, by `ranks` ranks in turn, that wait for each other.
+
+        At the end of the block, when their arguments must still be there: those of a rank one after
+        the other, those of others meanwhile. `resident` counts the blocks of all ranks.
+        """
+        self._held = held = []
+        try:
+            yield
+        finally:
+            self._held = None
+        launched = {one for one, _ in held}
+        if len(launched) != 1 or len(held) % ranks:
+            raise ValueError("ranks must launch one kernel with one grid, all as often")
+        self._run(launched.pop(), [arguments for _, arguments in held], ranks)
 
     def launch(
         self,
@@ -115,6 +137,19 @@ class Emulation:
         shared_bytes: int,
         arguments: ctypes.Array[ctypes.c_void_p],
     ) -> None:
+        launched = (spec, grid, block, shared_bytes)
+        if self._held is None:
+            self._run(launched, [arguments], ranks=1)
+        else:
+            self._held.append((launched, arguments))
+
+    def _run(
+        self,
+        launched: _Launched,
+        arguments: Sequence[ctypes.Array[ctypes.c_void_p]],
+        ranks: int,
+    ) -> None:
+        spec, grid, block, shared_bytes = launched
         source = _with_places(spec)
         if self.change:
             changed = self.change(source)
@@ -124,10 +159,13 @@ class Emulation:
         run, library = _compiled(source, spec.name, spec.defines)
         seed, self.seed = self.seed, self.seed + 1
         late = (_Late * len(self.late))(*((x.data_ptr(), _extent(x)) for x in self.late))
+        each = len(arguments[0])
+        flat = (ctypes.c_void_p * (each * len(arguments)))(*itertools.chain(*arguments))
         setting = _Setting(
-            *(grid, block, shared_bytes, self.resident, seed, self.seconds, len(late), late)
+            *(grid, block, shared_bytes, self.resident),
+            *(ranks, len(arguments) // ranks, each, seed, self.seconds, len(late), late),
         )
-        if message := run(ctypes.byref(setting), arguments):
+        if message := run(ctypes.byref(setting), flat):
             words = _with_lines(message.decode(), library)
             raise EmulationError(f"{spec}, seed {seed}: {words}")
 

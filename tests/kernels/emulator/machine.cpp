@@ -71,6 +71,7 @@ bool in_fiber;
 volatile sig_atomic_t is_over;  // the time that a launch may take
 std::vector<std::unique_ptr<Cluster>> residents;
 std::vector<void*> free_stacks;
+uint64_t warp_steps;
 bool previous_ended;
 std::vector<std::vector<unsigned char>> written_late;
 Waiters waiting_for_previous;
@@ -180,6 +181,8 @@ void pause(bool polls) {
     leave();
 }
 
+unsigned long long nanoseconds() { return 1000 * warp_steps; }
+
 // ---- kernels before this one -------------------------------------------------------------------
 
 namespace {
@@ -223,7 +226,7 @@ void check_write(const void* pointer) {
 namespace {
 
 void thread_main() {
-    kernel(kernel_arguments);
+    kernel(own_block().cluster->arguments);
     Fiber& fiber = self();
     Warp& warp = *fiber.warp;
     Block& block = *warp.block;
@@ -380,6 +383,7 @@ void give_up(std::string text) {
 }
 
 void run_warp(Warp& warp) {
+    ++warp_steps;
     const bool is_backward = draw() & 1;
     // The lanes at the ends have the most to do alone.
     const unsigned first = draw() & 1 ? draw() % 32 : is_backward ? 31 : 0;
@@ -418,28 +422,55 @@ void retire() {
             continue;
         }
         for (auto& block : residents[i]->blocks) check_ended(*block);
+        --residents[i]->of->live;
         residents.erase(residents.begin() + i);
     }
 }
 
+// All clusters of a launch, the last one first.
+void begin_launch(Rank& rank, unsigned num_clusters) {
+    for (unsigned i = 0; i < num_clusters; ++i) rank.waiting.push_back(i);
+    for (size_t i = num_clusters; i > 1; --i)
+        std::swap(rank.waiting[i - 1], rank.waiting[draw() % i]);
+    std::reverse(rank.waiting.begin(), rank.waiting.end());
+    rank.live = num_clusters;
+}
+
+// Of any rank that has one.
+void begin_cluster(std::vector<Rank>& ranks, unsigned cluster_size) {
+    size_t number = ranks.size() > 1 ? draw() % ranks.size() : 0;
+    while (ranks[number].waiting.empty()) number = (number + 1) % ranks.size();
+    Rank& rank = ranks[number];
+    const unsigned first = rank.waiting.back() * cluster_size;
+    rank.waiting.pop_back();
+    auto cluster = std::make_unique<Cluster>();
+    cluster->of = &rank;
+    const size_t launch = rank.launch * ranks.size() + number;
+    cluster->arguments = kernel_arguments + launch * setting.arguments_each;
+    for (unsigned i = 0; i < cluster_size; ++i) {
+        const unsigned block = first + i;
+        const Index index = {block % grid_size.x, block / grid_size.x % grid_size.y,
+                             block / grid_size.x / grid_size.y};
+        cluster->blocks.push_back(make_block(index, i, cluster_size, cluster.get()));
+    }
+    residents.push_back(std::move(cluster));
+}
+
 void run(unsigned cluster_size) {
-    const unsigned num_blocks = grid_size.x * grid_size.y * grid_size.z;
-    std::vector<unsigned> order;
-    for (unsigned i = 0; i < num_blocks / cluster_size; ++i) order.push_back(i);
-    for (size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[draw() % i]);
-    size_t started = 0;
+    const unsigned num_clusters = grid_size.x * grid_size.y * grid_size.z / cluster_size;
+    std::vector<Rank> ranks(setting.ranks);
+    for (Rank& rank : ranks) begin_launch(rank, num_clusters);
     if (sigsetjmp(scheduler_end, 1)) return;
     while (failure.empty()) {
-        while (residents.size() < setting.resident && started < order.size()) {
-            auto cluster = std::make_unique<Cluster>();
-            for (unsigned rank = 0; rank < cluster_size; ++rank) {
-                const unsigned number = order[started] * cluster_size + rank;
-                const Index index = {number % grid_size.x, number / grid_size.x % grid_size.y,
-                                     number / grid_size.x / grid_size.y};
-                cluster->blocks.push_back(make_block(index, rank, cluster_size, cluster.get()));
-            }
-            residents.push_back(std::move(cluster));
-            ++started;
+        size_t num_waiting = 0;
+        for (Rank& rank : ranks) {
+            if (rank.live == 0 && ++rank.launch < setting.launches)
+                begin_launch(rank, num_clusters);
+            num_waiting += rank.waiting.size();
+        }
+        while (residents.size() < setting.resident && num_waiting) {
+            begin_cluster(ranks, cluster_size);
+            --num_waiting;
         }
         if (residents.empty()) return;
         if (!copies.empty() && happens(temper.complete)) finish_copy(draw() % copies.size());

@@ -18,8 +18,13 @@ extern Index grid_size, block_size;
 // Ends the launch with this message and where it happened.
 [[noreturn]] __attribute__((format(printf, 1, 2))) void fail(const char* format, ...);
 
+// A number by the seed.
+unsigned draw();
 // Other threads may run now. `polls`: this one is likely to ask again and again.
 void pause(bool polls = false);
+
+// Each time that a warp is at work for a while counts as a microsecond.
+unsigned long long nanoseconds();
 
 // Until the kernels before this one have ended: when a number is drawn, or when no thread can run.
 void wait_for_previous();

@@ -95,6 +95,20 @@ inline void store_global(b64 address, Registers... sources) {
     emulator::pause();
     write_vector<T>(reinterpret_cast<void*>(address), sources...);
 }
+// One that others may be polling: whoever does may see some elements of a vector before others.
+template <typename T, typename... Registers>
+inline void store_global_apart(b64 address, Registers... sources) {
+    check_global(address, sizeof(T) * sizeof...(sources));
+    emulator::check_write(reinterpret_cast<const void*>(address));
+    const T values[] = {get<T>(sources)...};
+    T* const target = reinterpret_cast<T*>(address);
+    const unsigned first = emulator::draw() % sizeof...(sources);
+    for (unsigned i = 0; i < sizeof...(sources); ++i) {
+        emulator::pause();
+        const unsigned element = (first + i) % sizeof...(sources);
+        target[element] = values[element];
+    }
+}
 template <typename T, typename... Registers>
 inline void store_async(b32 address, b32 barrier, Registers... sources) {
     T values[] = {get<T>(sources)...};
@@ -238,7 +252,10 @@ inline void named_arrive(b32 id, b32 threads) { emulator::named_barrier(id, thre
 
 inline b32 special_cluster_ctarank() { return emulator::current->cluster_rank; }
 
+inline b64 special_globaltimer() { return emulator::nanoseconds(); }
+
 inline void mov_u32(b32& target, b32 value) { target = value; }
+inline void mov_u64(b64& target, b64 value) { target = value; }
 inline void mov_b32(b32& target, b32 value) { target = value; }
 inline void mov_b32(b32& target, b16 low, b16 high) { target = low | b32(high) << 16; }
 inline void mov_b32(b16& low, b16& high, b32 value) {

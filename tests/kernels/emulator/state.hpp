@@ -127,7 +127,15 @@ struct NamedBarrier {
     Waiters waiters;
 };
 
+// What is left of a rank's launches.
+struct Rank {
+    unsigned launch = 0, live = 0;  // clusters of that launch
+    std::vector<unsigned> waiting;  // likewise, that have not begun
+};
+
 struct Cluster {
+    Rank* of;
+    void** arguments;  // of its launch
     std::vector<std::unique_ptr<Block>> blocks;
     unsigned arrived = 0, generation = 0;
     Waiters waiters;
@@ -177,7 +185,9 @@ struct Late {
 struct Setting {  // as __init__.py packs it
     unsigned grid[3], block[3];
     unsigned shared_bytes;
-    unsigned resident;  // clusters at work at a time
+    unsigned resident;  // clusters at work at a time, of all launches
+    unsigned ranks, launches;  // each rank has so many launches of one grid, one after the other
+    unsigned arguments_each;
     uint64_t seed;
     unsigned seconds;  // of the CPU, after which a launch is given up
     unsigned num_late;
@@ -199,7 +209,6 @@ extern Temper temper;
 extern std::vector<Copy> copies;
 extern bool is_preempted;  // the warp at work is to make way
 
-unsigned draw();
 bool happens(unsigned chance);  // of 256
 
 inline Fiber& self() { return *static_cast<Fiber*>(current); }

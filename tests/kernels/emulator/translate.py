@@ -52,9 +52,10 @@ class CompilationError(Exception):
 _FAMILIES: tuple[tuple[str, str | None], ...] = (
     (rf"ld(\.volatile|\.relaxed\.\w+|\.acquire\.\w+)\.global{_CACHE}{_VECTOR}", "poll_global"),
     (rf"ld(\.weak)?\.global{_CACHE}{_VECTOR}", "load_global"),
+    (rf"st(\.weak)?\.global{_CACHE}{_VECTOR}", "store_global"),
     (
-        rf"st(\.weak|\.volatile|\.relaxed\.\w+|\.release\.\w+)?\.global{_CACHE}{_VECTOR}",
-        "store_global",
+        rf"st(\.volatile|\.relaxed\.\w+|\.release\.\w+)\.global{_CACHE}{_VECTOR}",
+        "store_global_apart",
     ),
     (rf"ld(\.volatile|\.weak)?\.shared(::cta|::cluster)?{_VECTOR}", "load_shared"),
     (rf"st(\.volatile|\.weak)?\.shared(::cta|::cluster)?{_VECTOR}", "store_shared"),
