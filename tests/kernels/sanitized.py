@@ -57,7 +57,7 @@ from gptoss_kernels.cuda.compiler import KernelSpec
 from gptoss_kernels.cuda.dispatch_fp8 import dispatch_fp8
 from gptoss_kernels.cuda.dispatch_fp8 import specs as dispatch_specs
 from gptoss_kernels.cuda.experts_fp8 import MAXIMUM_TOKENS, FewExpertsTile, experts_fp8_few
-from gptoss_kernels.cuda.experts_fp8 import tiles as few_tiles
+from gptoss_kernels.cuda.experts_fp8 import choose_tiles as choose_few_tiles
 from gptoss_kernels.cuda.grouped_fp8 import GroupedTile
 from gptoss_kernels.cuda.grouped_linear_fp8 import grouped_linear_fp8
 from gptoss_kernels.cuda.grouped_swiglu_fp8 import grouped_swiglu_fp8
@@ -536,14 +536,15 @@ SUMS_ARRIVE = (
 
 
 # Of which the last one's choices are one expert's, and others' may be none's. Of the served sizes a
-# block goes round its ring of slots.
-FEW_TOKENS = (1, 3, MAXIMUM_TOKENS)
+# block goes round its ring of slots. Of the most tokens experts have several entries.
+FEW_TOKENS = (1, 3, MAXIMUM_TOKENS, 40)
+FEW_EXPERTS = 3
 
 
 def experts_error(
-    tokens: int, sizes: tuple[int, int, int], tile_class: type[FewExpertsTile]
+    tokens: int, sizes: tuple[int, int, int], tiles: tuple[FewExpertsTile, FewExpertsTile]
 ) -> float:
-    (hidden, inner, num_chosen), num_experts = sizes, 3
+    (hidden, inner, num_chosen), num_experts = sizes, FEW_EXPERTS
     x = torch.randn(tokens, hidden).bfloat16()
     chosen = torch.randint(-1, num_experts + 1, (tokens, num_chosen))
     chosen[-1] = 1
@@ -551,7 +552,7 @@ def experts_error(
     weights = [
         each for n, k in shapes for each in product_inputs(1, n, k, BLOCK, (num_experts,))[2:]
     ]
-    out, _ = experts_fp8_few(tile_class, *on_gpu(x, chosen, *weights), **SWIGLU)
+    out, _ = experts_fp8_few(tiles, *on_gpu(x, chosen, *weights), **SWIGLU)
     right = reference.experts_fp8(x, chosen, *weights, **SWIGLU)
     is_expert = ((chosen >= 0) & (chosen < num_experts)).flatten()
     return norm_error(out.cpu()[is_expert], right[0][right[1].flatten()[is_expert]])
@@ -582,8 +583,12 @@ def experts_calls(tile_class: type[FewExpertsTile]) -> Iterator[Call]:
     models = SERVED_MODELS.values()
     every = {(model.hidden, model.intermediate, model.experts_per_token) for model in models}
     for sizes, tokens in product(sorted(every), FEW_TOKENS):
-        specs = tuple(tile.spec for tile in few_tiles(tokens, *sizes, tile_class))
-        yield Call(specs, partial(experts_error, tokens, sizes, tile_class))
+        served = choose_few_tiles(tokens, FEW_EXPERTS, *sizes)
+        assert served is not None
+        first, second = (tile_class(**vars(tile)) for tile in served)
+        yield Call(
+            (first.spec, second.spec), partial(experts_error, tokens, sizes, (first, second))
+        )
 
 
 # ---- attention --------------------------------------------------------------------------------

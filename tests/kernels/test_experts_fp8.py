@@ -11,10 +11,12 @@ from torch import Tensor
 from gptoss_kernels import reference
 from gptoss_kernels.cuda.compiler import KernelSpec
 from gptoss_kernels.cuda.experts_fp8 import (
-    FewExpertsTile,
-    are_few,
+    MOST_TOKENS,
+    FewExpertsTiles,
+    choose_tiles,
     experts_fp8,
     experts_fp8_few,
+    few_tiles,
 )
 from gptoss_kernels.testing import norm_error
 
@@ -28,7 +30,7 @@ UNWRITTEN = 400
 # Experts, hidden and inner size: the demo model's, ragged ends of groups, chunks and lanes.
 SHAPES = ((8, 128, 128), (6, 336, 208), (5, 144, 272))
 # One token and several, their experts shared or not; an expert twice, and numbers of no expert; as
-# many choices as there may be, of one expert, and of few tokens and many.
+# many choices as there may be of one slot a token, of one expert, and of few tokens and many.
 CHOICES = (
     ((0, 3),),
     ((1, 3), (3, 4), (4, 1)),
@@ -36,6 +38,17 @@ CHOICES = (
     ((3,) * 8,) * 4,
     tuple((i % 5, (i * i + 1) % 5, 4, (i + 3) % 5) for i in range(8)),
     ((-1, 5 << 33),),
+)
+# What entries gather: experts with up to 8 choices and with more, of which one is of every token; a
+# last entry that is full, and one of one choice; of few tokens; as many as there may be, of all
+# experts or of one; and none.
+GATHERED = (
+    tuple((4, (i * i + 1) % 4, 100 - i, i % 3) for i in range(9)),
+    tuple((i // 8 % 3,) for i in range(25)),
+    ((0, 1, 2, 3, 4, 4, 4, 4),) * 5,
+    tuple((i % 5, (i * i + 1) % 5, 4, (i + 3) % 7 - 1) for i in range(64)),
+    ((3, 3, 3, 3),) * 64,
+    ((-1, 5 << 33),) * 17,
 )
 
 Operands = list[Tensor]
@@ -119,10 +132,20 @@ def early(monkeypatch: pytest.MonkeyPatch, made: list[Tensor]) -> Callable[[Oper
     return launch_early
 
 
+def tiles_of(operands: Operands) -> FewExpertsTiles:
+    x, chosen, w13, *_ = operands
+    tiles = choose_tiles(len(x), len(w13), x.shape[1], w13.shape[1] // 2, chosen.shape[1])
+    assert tiles is not None
+    return tiles
+
+
+def named(choices: tuple[tuple[int, ...], ...]) -> str:
+    return f"{len(choices)}x{len(choices[0])}-{choices[-1]}"
+
+
 def few(operands: Operands) -> Tensor:
     """A row for each choice, NaN of what is no expert."""
-    assert are_few(operands[0], operands[1], operands[5])
-    out, rows = experts_fp8_few(FewExpertsTile, *operands, **SWIGLU)
+    out, rows = experts_fp8_few(tiles_of(operands), *operands, **SWIGLU)
     is_none = are_no_experts(operands)
     numbers = torch.arange(len(out), device=out.device)
     assert torch.equal(rows.flatten(), numbers.masked_fill(is_none, -1).int())
@@ -139,7 +162,7 @@ def are_no_experts(operands: Operands) -> Tensor:
 
 
 @pytest.mark.parametrize(("num_experts", "hidden", "inner"), SHAPES)
-@pytest.mark.parametrize("choices", CHOICES, ids=str)
+@pytest.mark.parametrize("choices", [*CHOICES, *GATHERED], ids=named)
 def test_emulated(choices, num_experts: int, hidden: int, inner: int, early) -> None:
     operands = random_operands(choices, num_experts, hidden, inner)
     expected = expected_rows(operands)
@@ -176,12 +199,15 @@ def test_a_nan_in_a_token_is_that_tokens_alone() -> None:
 
 WRONG = (
     ("if constexpr (SWIGLU) wait_for_previous_kernels();", ""),
-    ("wait_for_previous_kernels();\n            load_and", "load_and"),
+    ("wait_for_previous_kernels();\n            if constexpr (!G", "if constexpr (!G"),
     ("if constexpr (!SWIGLU) wait_for_previous_kernels();\n        const", "const"),
     ("if (has_others) load_scales(scales, after);", ""),
     ("walk.entry != entry", "entry < 0"),  # the first expert's y for all
-    ("choices &= choices - 1) {\n                const", "choices = 0) {\n                const"),
-    ("is_expert ? lane : -1", "lane"),
+    (
+        "(is_again || earlier == 0)",
+        "earlier == 0",
+    ),  # nobody has a token's second choice of one expert
+    ("choice] = is_expert ? choice : -1", "choice] = choice"),
     ("barrier_wait(shared + SUMMED_OFFSET + ring.slot * 8, ring.phase);", ";"),
     # Sums are announced before all lanes wrote theirs, and a bias is taken before it came.
     (
@@ -200,9 +226,36 @@ WRONG = (
 )
 
 
-@pytest.mark.parametrize(("old", "new"), WRONG)
-def test_a_wrong_kernel_is_seen(old: str, new: str, early) -> None:
-    operands = random_operands(((2, 2), (0, 2), (-1, 4), (1, 0)), 6, 336, 208)
+# Of what entries gather; whatever number of a choice is in a byte, there is one.
+WRONG_GATHERED = (
+    ("rank[i] = earlier + ", "rank[i] = "),
+    ("store_shared(experts + e * 4, 0);", ";"),
+    ("left << 16", "(left - 1) << 16"),
+    (
+        "        __syncwarp();\n        if (expert[i] >= 0 && lane",
+        "        if (expert[i] >= 0 && lane",
+    ),
+    ("earlier + __popc(same));\n        __syncwarp();", "earlier + __popc(same));"),
+    ("rank[i] % SLOTS, i * 32 + lane", "rank[i] % SLOTS, lane"),
+    ("+ rank[i] / SLOTS);", ");"),
+    ("if (slot >= load_shared_int(address) >> 16) return -1;", ""),
+    ("if ((GATHERS || !SWIGLU) && walk", "if (!SWIGLU && walk"),
+    ("load_and_quantise_x(choice / CHOSEN,", "load_and_quantise_x(choice % 8,"),
+    ("if (i * 32 >= num_choices) break;", "if (i * 32 + 32 >= num_choices) break;"),
+    ("    __syncwarp();\n#pragma unroll\n    for (int i = 0; i < R", "    for (int i = 0; i < R"),
+)
+
+
+@pytest.mark.parametrize(
+    ("choices", "old", "new"),
+    [
+        *((((2, 2), (0, 2), (-1, 4), (1, 0)), *each) for each in WRONG),
+        *((GATHERED[3], *each) for each in WRONG_GATHERED),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_wrong_kernel_is_seen(choices, old: str, new: str, early) -> None:
+    operands = random_operands(choices, 6, 336, 208)
     expected = expected_rows(operands)
     early(operands)
     change = replacing(old, new)
@@ -215,22 +268,26 @@ def test_a_wrong_kernel_is_seen(old: str, new: str, early) -> None:
     pytest.fail("all seeds were right")
 
 
-def test_few_are_as_many_as_the_kernel_has_room_for() -> None:
-    def are(num_tokens: int, num_chosen: int, hidden: int = 2880, inner: int = 2880) -> bool:
-        x, w2 = torch.empty(num_tokens, hidden), torch.empty(1, 1, inner)
-        return are_few(x, torch.zeros(num_tokens, num_chosen, dtype=torch.int64), w2)
+def test_tiles_are_for_what_the_kernel_has_room_for() -> None:
+    def gathers(num_tokens: int, chosen: int, *sizes: int) -> bool | None:
+        tiles = choose_tiles(num_tokens, 32, *(sizes or (2880, 2880)), chosen)
+        return tiles and tiles[0].gathers
 
-    assert are(1, 4)
-    assert are(8, 4)
-    assert are(4, 8, 128, 256)
-    for sizes in ((0, 4), (5, 8), (9, 1), (1, 4, 4096), (1, 4, 2880, 4096)):
-        assert not are(*sizes)
+    for sizes in ((1, 4), (8, 4), (4, 8, 128, 256)):
+        assert gathers(*sizes) is False
+    for sizes in ((9, 1), (5, 8), (64, 4)):
+        assert gathers(*sizes) is True
+    for sizes in ((0, 4), (65, 4), (33, 8), (1, 4, 4096, 2880), (1, 4, 2880, 4096)):
+        assert gathers(*sizes) is None
+    assert choose_tiles(9, 513, 128, 128, 4) is None
     x, chosen, *_, w2, _, _ = random_operands(CHOICES[0], *SHAPES[1])
-    assert are_few(x, chosen, w2)
-    assert not are_few(x, chosen.int(), w2)
+    assert few_tiles(x, chosen, w2) == choose_tiles(1, 6, 336, 208, 2)
+    assert few_tiles(x, chosen.int(), w2) is None
 
 
-@pytest.mark.parametrize(("num_tokens", "is_few"), [(1, True), (8, True), (9, False)])
+@pytest.mark.parametrize(
+    ("num_tokens", "is_few"), [(1, True), (MOST_TOKENS, True), (MOST_TOKENS + 1, False)]
+)
 def test_operator_of_any_number_of_tokens(num_tokens: int, is_few: bool) -> None:
     choices = tuple((i % 6, (i + 2) % 6) for i in range(num_tokens))
     operands = random_operands(choices, *SHAPES[1])
@@ -257,7 +314,7 @@ def token_choices(num_tokens: int, num_experts: int) -> tuple[tuple[int, ...], .
 
 @gpu
 @pytest.mark.parametrize(("num_experts", "hidden", "inner"), SERVED)
-@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 8, 9, 16, 32, 64])
 def test_experts(num_tokens: int, num_experts: int, hidden: int, inner: int) -> None:
     choices = token_choices(num_tokens, num_experts)
     operands = random_operands(choices, num_experts, hidden, inner, "cuda")
@@ -266,7 +323,7 @@ def test_experts(num_tokens: int, num_experts: int, hidden: int, inner: int) -> 
 
 
 @gpu
-@pytest.mark.parametrize("choices", CHOICES, ids=str)
+@pytest.mark.parametrize("choices", [*CHOICES, *GATHERED], ids=named)
 def test_choices_of_any_kind(choices) -> None:
     operands = random_operands(choices, 6, 2880, 2880, "cuda")
     torch.cuda.synchronize()
@@ -296,7 +353,7 @@ def test_wrong_operands_exceed_the_bound() -> None:
 
 
 @gpu
-@pytest.mark.parametrize("num_tokens", [1, 4, 8])
+@pytest.mark.parametrize("num_tokens", [1, 4, 8, 32])
 def test_replays_follow_the_choices(num_tokens: int) -> None:
     num_experts = 12
     # Weights of all of them.
@@ -304,11 +361,12 @@ def test_replays_follow_the_choices(num_tokens: int) -> None:
     _, _, *weights = random_operands(choices, num_experts, 2880, 2880, "cuda")
     x = torch.zeros((num_tokens, 2880), dtype=torch.bfloat16, device="cuda")
     operands = [x, torch.zeros((num_tokens, 4), dtype=torch.int64, device="cuda"), *weights]
-    experts_fp8_few(FewExpertsTile, *operands, **SWIGLU)
+    tiles = tiles_of(operands)
+    experts_fp8_few(tiles, *operands, **SWIGLU)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        outs = [experts_fp8_few(FewExpertsTile, *operands, **SWIGLU)[0] for _ in range(3)]
+        outs = [experts_fp8_few(tiles, *operands, **SWIGLU)[0] for _ in range(3)]
     generator = torch.Generator("cuda").manual_seed(1)
     for _ in range(30):
         scores = torch.rand(num_tokens, num_experts, device="cuda", generator=generator)
@@ -331,7 +389,7 @@ def test_on_two_streams_at_once() -> None:
     for _ in range(20):
         for stream, operands, outs in zip(streams, both, found, strict=True):
             with torch.cuda.stream(stream):
-                outs.append(experts_fp8_few(FewExpertsTile, *operands, **SWIGLU)[0])
+                outs.append(experts_fp8_few(tiles_of(operands), *operands, **SWIGLU)[0])
     torch.cuda.synchronize()
     for outs, right in zip(found, expected, strict=True):
         assert all(torch.equal(out, right) for out in outs)

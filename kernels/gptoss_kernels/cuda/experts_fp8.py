@@ -9,14 +9,16 @@ chosen and quantises tokens by itself, y stays in fp32 until w2 multiplies it.
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from gptoss_kernels import contracts
+from gptoss_kernels.contracts import MAXIMUM_EXPERTS
 from gptoss_kernels.cuda import runtime
 from gptoss_kernels.cuda.dispatch_fp8 import dispatch_fp8
 from gptoss_kernels.cuda.grouped_linear_fp8 import grouped_linear_fp8
@@ -24,8 +26,13 @@ from gptoss_kernels.cuda.grouped_swiglu_fp8 import grouped_swiglu_fp8
 from gptoss_kernels.cuda.rows import check_num_chosen
 from gptoss_kernels.fp8 import BLOCK
 
-# Of the kernel: an instruction has 8 columns, a warp 32 lanes.
+# Of the kernel with a slot for each token, as an instruction has 8 columns and a warp 32 lanes; and
+# where an expert's choices are gathered, a byte for each.
 MAXIMUM_TOKENS, MAXIMUM_CHOICES = 8, 32
+MAXIMUM_GATHERED = 256
+# Up to which it was faster when it was timed: see docs/LOG.md.
+MOST_TOKENS = 8
+_SLOTS = 8  # of an entry
 _MAXIMUM_WARPS = 12  # that multiply
 _MAXIMUM_GROUPS = 2  # of 128 columns in the registers of a warp
 # Of the first expert's w13, fetched into L2 while more tokens are routed, of which some most likely
@@ -57,8 +64,8 @@ def experts_fp8(
     Weights, scales and biases must not be written by the launch just before on the stream.
     """
     operands = (x, chosen, w13, w13_scale, w13_bias, w2, w2_scale, w2_bias)
-    if are_few(x, chosen, w2):
-        return experts_fp8_few(FewExpertsTile, *operands, alpha=alpha, limit=limit)
+    if tiles := few_tiles(x, chosen, w2):
+        return experts_fp8_few(tiles, *operands, alpha=alpha, limit=limit)
     ahead = w13[0, : BYTES_AHEAD // w13.shape[2]] if BYTES_AHEAD else None
     values, scale, expert_start, rows = dispatch_fp8(x, chosen, len(w13), ahead=ahead)
     first = (expert_start, w13, w13_scale, w13_bias)
@@ -67,11 +74,11 @@ def experts_fp8(
 
 
 def experts_fp8_few(
-    tile_class: type[FewExpertsTile], *operands: Tensor, alpha: float, limit: float
+    tiles: FewExpertsTiles, *operands: Tensor, alpha: float, limit: float
 ) -> tuple[Tensor, Tensor]:
-    """experts_fp8 by two launches of experts_fp8_few.cu, where are_few says so; operands as there.
+    """experts_fp8 by two launches of experts_fp8_few.cu; operands as there.
 
-    `tile_class`: FewExpertsTile, or a twin of it.
+    `tiles`: what choose_tiles gives for their sizes, or others of these.
     """
     x, chosen, w13, *_ = operands
     num_choices, inner = chosen.numel(), w13.shape[1] // 2
@@ -79,27 +86,28 @@ def experts_fp8_few(
     out = torch.empty((num_choices, x.shape[1]), dtype=torch.bfloat16, device=x.device)
     rows = torch.empty(chosen.shape, dtype=torch.int32, device=x.device)
     runtime.launch(
-        ("experts_fp8_few", alpha, limit, tile_class),
+        ("experts_fp8_few", alpha, limit, tiles),
         (*operands, y, out, rows),
-        lambda: _prepare(tile_class, alpha, limit, *operands, y, out, rows),
+        lambda: _prepare(tiles, alpha, limit, *operands, y, out, rows),
     )
     return out, rows
 
 
-def are_few(x: Tensor, chosen: Tensor, w2: Tensor) -> bool:
-    """Whether experts_fp8_few takes these operands, which need not have been checked."""
+def few_tiles(x: Tensor, chosen: Tensor, w2: Tensor) -> FewExpertsTiles | None:
+    """Of the operands of experts_fp8_few, which need not have been checked; None: not for these."""
     if x.dim() != 2 or chosen.dim() != 2 or w2.dim() != 3 or chosen.dtype != torch.int64:
-        return False
-    if not (0 < len(x) <= MAXIMUM_TOKENS and 0 < chosen.numel() <= MAXIMUM_CHOICES):
-        return False
-    return all(tile.is_possible for tile in tiles(len(x), x.shape[1], w2.shape[2], chosen.shape[1]))
+        return None
+    if len(x) > MOST_TOKENS:
+        return None
+    return choose_tiles(len(x), len(w2), x.shape[1], w2.shape[2], chosen.shape[1])
 
 
 @dataclass(frozen=True)
 class FewExpertsTile:
     """For which the kernel is compiled: K, N, and the experts of a token.
 
-    stages: slots of a block's ring, for 16 rows each.
+    stages: slots of a block's ring, for 16 rows each. gathers: an entry's slots are for the next
+    choices of its expert, else for one of each token.
     """
 
     k: int
@@ -107,6 +115,7 @@ class FewExpertsTile:
     chosen: int
     swiglu: bool
     stages: int
+    gathers: bool = False
 
     @property
     def groups(self) -> int:
@@ -127,9 +136,12 @@ class FewExpertsTile:
 
     @property
     def shared_bytes(self) -> int:
-        """Slots for 16 rows and their biases, the warps' sums, barriers, the table of entries."""
-        slot = 16 * (self.k + 4) + self.warps * 8 * 20 * 4 + 16
-        return self.stages * slot + 8 * MAXIMUM_CHOICES + 8
+        """Of each stage rows and biases, the warps' sums and barriers; the tables of entries."""
+        stage = 16 * (self.k + 4) + self.warps * _SLOTS * 20 * 4 + 16
+        entries = 8 * MAXIMUM_CHOICES + 8
+        if self.gathers:
+            entries = (4 + _SLOTS) * MAXIMUM_GATHERED + 8 + 4 * MAXIMUM_EXPERTS
+        return self.stages * stage + entries
 
     @property
     def spec(self) -> runtime.KernelSpec:
@@ -141,7 +153,9 @@ class FewExpertsTile:
             "WARPS": self.warps,
             "STAGES": self.stages,
             "SHARED_BYTES": self.shared_bytes,
-            "MAXIMUM_CHOICES": MAXIMUM_CHOICES,
+            "GATHERS": int(self.gathers),
+            "MAXIMUM_CHOICES": MAXIMUM_GATHERED if self.gathers else MAXIMUM_CHOICES,
+            "MAXIMUM_EXPERTS": MAXIMUM_EXPERTS,
         }
         sizes = f"K={self.k} N={self.n} chosen={self.chosen} stages={self.stages}"
         return runtime.KernelSpec(
@@ -149,7 +163,7 @@ class FewExpertsTile:
             files=("mma.cuh", "experts_fp8_few.cu"),
             defines=tuple(defines.items()),
             shared_bytes=self.shared_bytes,
-            variant=sizes + " swiglu" * self.swiglu,
+            variant=sizes + " gathers" * self.gathers + " swiglu" * self.swiglu,
         )
 
     @property
@@ -158,19 +172,22 @@ class FewExpertsTile:
         return fits and self.groups <= _MAXIMUM_GROUPS
 
 
-def tiles(
-    num_tokens: int,
-    hidden: int,
-    inner: int,
-    chosen: int,
-    tile_class: type[FewExpertsTile] = FewExpertsTile,
-) -> tuple[FewExpertsTile, FewExpertsTile]:
-    """Of both products, as they were fastest: see docs/LOG.md."""
+FewExpertsTiles = tuple[FewExpertsTile, FewExpertsTile]  # of both products
+
+
+@functools.lru_cache(maxsize=1024)
+def choose_tiles(
+    num_tokens: int, num_experts: int, hidden: int, inner: int, chosen: int
+) -> FewExpertsTiles | None:
+    """As they were fastest (see docs/LOG.md); None where the kernel has no room."""
+    num_choices = num_tokens * chosen
+    if not (0 < num_choices <= MAXIMUM_GATHERED and num_experts <= MAXIMUM_EXPERTS):
+        return None
+    gathers = num_tokens > MAXIMUM_TOKENS or num_choices > MAXIMUM_CHOICES
     stages = 4 if num_tokens == 1 else 3
-    return (
-        tile_class(hidden, 2 * inner, chosen, swiglu=True, stages=stages),
-        tile_class(inner, hidden, chosen, swiglu=False, stages=stages),
-    )
+    tile = FewExpertsTile(hidden, 2 * inner, chosen, swiglu=True, stages=stages, gathers=gathers)
+    tiles = (tile, replace(tile, k=inner, n=hidden, swiglu=False))
+    return tiles if all(tile.is_possible for tile in tiles) else None
 
 
 class _Arguments(ctypes.Structure):
@@ -206,7 +223,7 @@ def _check(
 
 
 def _prepare(
-    tile_class: type[FewExpertsTile],
+    tiles: FewExpertsTiles,
     alpha: float,
     limit: float,
     *tensors: Tensor,
@@ -229,7 +246,7 @@ def _prepare(
             ),
         )
         for tile, source, weight, target in zip(
-            tiles(len(x), x.shape[1], y.shape[1], chosen.shape[1], tile_class),
+            tiles,
             (x, y),
             (weights[:3], weights[3:]),
             (y, out),

@@ -4,21 +4,26 @@
 //     SWIGLU = 1: y = swiglu(quantise(x) @ w[e]^T + b[e])   of each token x for each of its experts
 //     SWIGLU = 0: out = quantise(y) @ w[e]^T + b[e]
 //
-// An entry is an expert that any token chose. The rows of weight of all entries, in units of 8, are
-// cut into as many equal ranges as there are blocks. A block streams its range, which is contiguous
-// in memory, through shared memory, 16 rows with their biases at a time. WARPS warps share K: each
-// quantises GROUPS groups of 128 columns of all tokens, as quantise.cu does, and multiplies them as
-// halves, which hold e4m3 values and their products exactly, with sums in fp32. One more warp adds
-// these up, stores, and sends for the next rows.
+// An entry is an expert that any token chose, with slots for the choices: of up to 8 tokens a slot
+// for each token, so that what a block holds of x is the same for all entries. With GATHERS slots
+// are filled in the order of the choices, and an expert that more chose than an entry has slots has
+// several entries, one behind the other: its weights are read by several blocks at about one time.
+//
+// The rows of weight of all entries, in units of 8, are cut into as many equal ranges as there are
+// blocks. A block streams its range, which is contiguous in memory, through shared memory, 16 rows
+// with their biases at a time. WARPS warps share K: each quantises GROUPS groups of 128 columns of
+// an entry's tokens, as quantise.cu does, and multiplies them as halves, which hold e4m3 values and
+// their products exactly, with sums in fp32. One more warp adds these up, stores, and sends for the
+// next rows.
 //
 // Each block finds the entries by itself. Of the second product it does so, and sends for its first
 // weights, before it waits for the first one to end.
 //
-// Defined by whoever compiles this: K, N, SWIGLU, CHOSEN, WARPS, STAGES, SHARED_BYTES,
-// MAXIMUM_CHOICES.
+// Defined by whoever compiles this: K, N, SWIGLU, CHOSEN, WARPS, STAGES, SHARED_BYTES, GATHERS,
+// MAXIMUM_CHOICES, and with GATHERS MAXIMUM_EXPERTS.
 
-constexpr int TOKENS = 8;  // columns of the instruction
-constexpr int UNIT = 8;    // rows of weight
+constexpr int SLOTS = 8;  // columns of the instruction
+constexpr int UNIT = 8;   // rows of weight
 constexpr int TILE_UNITS = 2;  // as many rows as the instruction multiplies
 constexpr int BLOCK = 128;     // rows and columns of weight that share a scale
 constexpr int BLOCK_UNITS = BLOCK / UNIT;
@@ -29,19 +34,22 @@ constexpr int K_BLOCKS = (K + BLOCK - 1) / BLOCK;
 constexpr int N_BLOCKS = (N + BLOCK - 1) / BLOCK;
 constexpr int UNITS = N / UNIT;
 constexpr int GROUPS = (K_BLOCKS + WARPS - 1) / WARPS;
-static_assert(MAXIMUM_CHOICES <= 32, "a lane has one");
+static_assert(GATHERS || MAXIMUM_CHOICES <= 32, "a slot is a token, a lane a choice");
+static_assert(MAXIMUM_CHOICES <= 256, "a byte has a choice");
 
 constexpr int STAGE_BYTES = TILE_UNITS * UNIT * K;
 constexpr int BIAS_BYTES = TILE_UNITS * UNIT * 4;
-constexpr int TOKEN_PITCH = 20;  // floats: the lanes of a store reach different banks
-constexpr int PARTIAL_BYTES = TOKENS * TOKEN_PITCH * 4;
+constexpr int SLOT_PITCH = 20;  // floats: the lanes of a store reach different banks
+constexpr int PARTIAL_BYTES = SLOTS * SLOT_PITCH * 4;
 constexpr int BIAS_OFFSET = STAGES * STAGE_BYTES;
 constexpr int PARTIALS_OFFSET = BIAS_OFFSET + STAGES * BIAS_BYTES;
 constexpr int FULL_OFFSET = PARTIALS_OFFSET + STAGES * WARPS * PARTIAL_BYTES;
 constexpr int SUMMED_OFFSET = FULL_OFFSET + STAGES * 8;
 constexpr int ENTRIES_OFFSET = SUMMED_OFFSET + STAGES * 8;
-constexpr int COUNT_OFFSET = ENTRIES_OFFSET + MAXIMUM_CHOICES * 8;
-static_assert(COUNT_OFFSET + 8 <= SHARED_BYTES,
+constexpr int ENTRY_BYTES = GATHERS ? 4 + SLOTS : 8;
+constexpr int COUNT_OFFSET = ENTRIES_OFFSET + MAXIMUM_CHOICES * ENTRY_BYTES;
+constexpr int EXPERTS_OFFSET = COUNT_OFFSET + 8;  // with GATHERS, by expert
+static_assert(EXPERTS_OFFSET + GATHERS * MAXIMUM_EXPERTS * 4 <= SHARED_BYTES,
               "the launch gives too little memory");
 
 struct Arguments {
@@ -50,7 +58,7 @@ struct Arguments {
     const unsigned char* weight;
     const float* weight_scale;
     const float* bias;
-    void* out;  // y, filled for a token's first choice of an expert; else a row for each choice, bf16
+    void* out;  // y; of the second product a row for each choice, bf16
     int* rows;  // of each choice, with SWIGLU: its number, or -1 for what is no expert
     int num_tokens;
     int num_experts;
@@ -59,49 +67,137 @@ struct Arguments {
     float limit;
 };
 
-// ---- an instruction that no other kernel has -------------------------------------------------
+// ---- instructions that no other kernel has ---------------------------------------------------
 
 __device__ __forceinline__ void prefetch_line(const void* source) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(source) : "memory");
 }
 
+__device__ __forceinline__ void store_shared_byte(uint32_t address, int value) {
+    asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
 // ---- who does what ----------------------------------------------------------------------------
 
+// In shared memory: the expert, and a bit for each choice, of which a token's first counts. With
+// GATHERS the expert and above it, each in 16 bits, how many choices there are for this entry and
+// those behind it; then the numbers of this one's in a byte each.
 struct Entry {
-    int expert;
-    uint32_t choices;  // a bit for each
+    uint32_t address;
 
-    // Of a token, numbered from 0.
-    __device__ __forceinline__ uint32_t choices_of(int token, int num_tokens) const {
-        if (token >= num_tokens) return 0;
-        return choices >> token * CHOSEN & ((1u << CHOSEN) - 1);
+    __device__ __forceinline__ Entry(uint32_t shared, int index)
+        : address(shared + ENTRIES_OFFSET + index * ENTRY_BYTES) {}
+
+    __device__ __forceinline__ int expert() const {
+        const int word = load_shared_int(address);
+        return GATHERS ? word & 0xFFFF : word;
+    }
+
+    // Negative where the slot has none.
+    __device__ __forceinline__ int choice_of(int slot, int num_tokens) const {
+        if constexpr (GATHERS) {
+            if (slot >= load_shared_int(address) >> 16) return -1;
+            const uint32_t four = load_shared_int(address + 4 + slot / 4 * 4);
+            return four >> slot % 4 * 8 & 0xFF;
+        } else {
+            if (slot >= num_tokens) return -1;
+            const uint32_t choices = load_shared_int(address + 4);
+            const uint32_t own = choices >> slot * CHOSEN & ((1u << CHOSEN) - 1);
+            return own == 0 ? -1 : slot * CHOSEN + __ffs(own) - 1;
+        }
     }
 };
 
-__device__ __forceinline__ Entry entry_of(uint32_t shared, int index) {
-    const uint32_t address = shared + ENTRIES_OFFSET + index * 8;
-    return {load_shared_int(address), static_cast<uint32_t>(load_shared_int(address + 4))};
+// The expert, or negative: none. Says so in `rows`.
+__device__ __forceinline__ int take_choice(const Arguments& arguments, int choice) {
+    if (choice >= arguments.num_tokens * CHOSEN) return -1;
+    // Past L1: the second product does not wait before.
+    const long long number = __ldcg(arguments.chosen + choice);
+    const bool is_expert = 0 <= number && number < arguments.num_experts;
+    if (SWIGLU && blockIdx.x == 0) arguments.rows[choice] = is_expert ? choice : -1;
+    return is_expert ? static_cast<int>(number) : -1;
 }
 
-// By one warp: fills the table of entries, in the order of their first choices, and gives their
-// number.
-__device__ __forceinline__ int find_entries(uint32_t shared, const Arguments& arguments, int lane) {
-    const bool is_choice = lane < arguments.num_tokens * CHOSEN;
-    // Past L1: the second product does not wait before.
-    const long long number = is_choice ? __ldcg(arguments.chosen + lane) : -1;
-    const bool is_expert = 0 <= number && number < arguments.num_experts;
-    const int expert = is_expert ? static_cast<int>(number) : -1;
+// By one warp, that of up to 8 tokens: fills the table of entries, in the order of their first
+// choices, and gives their number. An expert that a token chose again has an entry for that alone.
+__device__ __forceinline__ int find_tokens_entries(uint32_t shared, const Arguments& arguments,
+                                                   int lane) {
+    const uint32_t before = (1u << lane) - 1;
+    const int expert = take_choice(arguments, lane);
     const uint32_t same = __match_any_sync(ALL_LANES, expert);
-    const bool is_first = is_expert && lane == __ffs(same) - 1;
+    const uint32_t earlier = same & before;
+    const bool is_again = earlier >> lane / CHOSEN * CHOSEN != 0;
+    const bool is_first = expert >= 0 && (is_again || earlier == 0);
     const uint32_t firsts = __ballot_sync(ALL_LANES, is_first);
-    const int count = __popc(firsts);
     if (is_first) {
-        const uint32_t entry = ENTRIES_OFFSET + __popc(firsts & ((1u << lane) - 1)) * 8;
-        store_shared(shared + entry, expert);
-        store_shared(shared + entry + 4, static_cast<int>(same));
+        const Entry entry(shared, __popc(firsts & before));
+        store_shared(entry.address, expert);
+        store_shared(entry.address + 4, static_cast<int>(is_again ? 1u << lane : same));
     }
+    return __popc(firsts);
+}
+
+// The same with GATHERS, in the order of the experts.
+__device__ __forceinline__ int find_choices_entries(uint32_t shared, const Arguments& arguments,
+                                                    int lane) {
+    constexpr int ROUNDS = MAXIMUM_CHOICES / 32;
+    const int num_choices = arguments.num_tokens * CHOSEN;
+    const uint32_t experts = shared + EXPERTS_OFFSET;
+    int expert[ROUNDS], rank[ROUNDS];  // among the choices of one expert
+#pragma unroll
+    for (int i = 0; i < ROUNDS; ++i) expert[i] = take_choice(arguments, i * 32 + lane);
+    for (int e = lane; e < arguments.num_experts; e += 32) store_shared(experts + e * 4, 0);
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < ROUNDS; ++i) {
+        if (i * 32 >= num_choices) break;
+        const uint32_t same = __match_any_sync(ALL_LANES, expert[i]);
+        const uint32_t count = experts + max(expert[i], 0) * 4;
+        const int earlier = load_shared_int(count);
+        rank[i] = earlier + __popc(same & ((1u << lane) - 1));
+        __syncwarp();
+        if (expert[i] >= 0 && lane == __ffs(same) - 1)
+            store_shared(count, earlier + __popc(same));
+        __syncwarp();
+    }
+    // A lane has some successive experts: counts become the first entries.
+    const int share = (arguments.num_experts + 31) / 32;
+    const int first = min(lane * share, arguments.num_experts);
+    const int end = min(first + share, arguments.num_experts);
+    int own = 0;
+    for (int e = first; e < end; ++e)
+        own += (load_shared_int(experts + e * 4) + SLOTS - 1) / SLOTS;
+    int before = own;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const int other = __shfl_up_sync(ALL_LANES, before, distance);
+        if (lane >= distance) before += other;
+    }
+    const int total = __shfl_sync(ALL_LANES, before, 31);
+    before -= own;
+    for (int e = first; e < end; ++e) {
+        int left = load_shared_int(experts + e * 4);
+        store_shared(experts + e * 4, before);
+        for (; left > 0; left -= SLOTS, ++before)
+            store_shared(Entry(shared, before).address, left << 16 | e);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < ROUNDS; ++i) {
+        if (expert[i] < 0) continue;
+        const Entry entry(shared, load_shared_int(experts + expert[i] * 4) + rank[i] / SLOTS);
+        store_shared_byte(entry.address + 4 + rank[i] % SLOTS, i * 32 + lane);
+    }
+    return total;
+}
+
+__device__ __forceinline__ int find_entries(uint32_t shared, const Arguments& arguments, int lane) {
+    int count;
+    if constexpr (GATHERS)
+        count = find_choices_entries(shared, arguments, lane);
+    else
+        count = find_tokens_entries(shared, arguments, lane);
     if (lane == 0) store_shared(shared + COUNT_OFFSET, count);
-    if (SWIGLU && blockIdx.x == 0 && is_choice) arguments.rows[lane] = is_expert ? lane : -1;
     __syncwarp();
     return count;
 }
@@ -163,7 +259,7 @@ struct Keeper {
     const int lane;
 
     __device__ __forceinline__ void send_for(const Walk& walk, int slot) const {
-        const int expert = entry_of(shared, walk.entry).expert;
+        const int expert = Entry(shared, walk.entry).expert();
         if (lane == 0) {
             const long long row = static_cast<long long>(expert) * N + walk.row();
             const uint32_t full = shared + FULL_OFFSET + slot * 8;
@@ -178,10 +274,10 @@ struct Keeper {
         }
     }
 
-    // Lane 4 t + i: of token t, columns 4 i to 4 i + 3 of the tile.
+    // Lane 4 s + i: of slot s, columns 4 i to 4 i + 3 of the tile.
     __device__ __forceinline__ float4 add_up(int slot, float4 sum) const {
         const uint32_t address = shared + PARTIALS_OFFSET + slot * WARPS * PARTIAL_BYTES +
-                                 lane / 4 * TOKEN_PITCH * 4 + lane % 4 * 16;
+                                 lane / 4 * SLOT_PITCH * 4 + lane % 4 * 16;
 #pragma unroll
         for (int warp = 0; warp < WARPS; ++warp) {
             const float4 part = load_float4(address + warp * PARTIAL_BYTES);
@@ -201,22 +297,18 @@ struct Keeper {
     }
 
     __device__ __forceinline__ void store(const Walk& walk, float4 t) const {
-        const Entry entry = entry_of(shared, walk.entry);
-        const int token = lane / 4, column = walk.row() + lane % 4 * 4;
+        const int column = walk.row() + lane % 4 * 4;
         if (lane % 4 * 4 >= walk.rows()) return;
-        uint32_t choices = entry.choices_of(token, arguments.num_tokens);
-        if (choices == 0) return;
+        const long long choice =
+            Entry(shared, walk.entry).choice_of(lane / 4, arguments.num_tokens);
+        if (choice < 0) return;
         if constexpr (SWIGLU) {
-            const long long choice = token * CHOSEN + __ffs(choices) - 1;
             float* const y = static_cast<float*>(arguments.out) + choice * (N / 2);
             *reinterpret_cast<float2*>(y + column / 2) =
                 make_float2(swiglu(t.x, t.y), swiglu(t.z, t.w));
         } else {
-            for (; choices != 0; choices &= choices - 1) {
-                const long long choice = token * CHOSEN + __ffs(choices) - 1;
-                store_global(static_cast<unsigned short*>(arguments.out) + choice * N + column,
-                             pack_bf16(t.x, t.y), pack_bf16(t.z, t.w));
-            }
+            store_global(static_cast<unsigned short*>(arguments.out) + choice * N + column,
+                         pack_bf16(t.x, t.y), pack_bf16(t.z, t.w));
         }
     }
 
@@ -251,8 +343,8 @@ struct Multiplier {
     const Arguments& arguments;
     const int warp;
     const int lane;
-    uint32_t x[GROUPS][CHUNKS][8];  // 16 values of token lane / 4, as halves
-    float x_scale[GROUPS][2];       // of tokens lane % 4 * 2 and the next
+    uint32_t x[GROUPS][CHUNKS][8];  // 16 values of slot lane / 4, as halves
+    float x_scale[GROUPS][2];       // of slots lane % 4 * 2 and the next
     float weight_scale[GROUPS];
 
     __device__ __forceinline__ int group_of(int group) const { return warp * GROUPS + group; }
@@ -260,7 +352,7 @@ struct Multiplier {
         return group_of(group) * BLOCK + chunk * CHUNK + lane % 4 * 16;
     }
 
-    // Four lanes have a token's group, each two times 16 values.
+    // Four lanes have a slot's group, each two times 16 values.
     __device__ __forceinline__ void quantise(int group, const float (&values)[CHUNKS][16]) {
         float amax = 0;
 #pragma unroll
@@ -288,10 +380,10 @@ struct Multiplier {
         }
     }
 
-    __device__ __forceinline__ void load_and_quantise_x() {
-        const unsigned short* row = static_cast<const unsigned short*>(arguments.x) +
-                                    lane / 4 * arguments.x_stride;
-        const bool is_token = lane / 4 < arguments.num_tokens;
+    // Of this lane's slot.
+    __device__ __forceinline__ void load_and_quantise_x(int token, bool is_token) {
+        const unsigned short* row =
+            static_cast<const unsigned short*>(arguments.x) + token * arguments.x_stride;
         uint4 pairs[GROUPS][CHUNKS][2];
 #pragma unroll
         for (int group = 0; group < GROUPS; ++group) {
@@ -327,10 +419,8 @@ struct Multiplier {
         }
     }
 
-    __device__ __forceinline__ void load_and_quantise_y(const Entry& entry) {
-        const uint32_t choices = entry.choices_of(lane / 4, arguments.num_tokens);
-        const float* row = static_cast<const float*>(arguments.x) +
-                           (lane / 4 * CHOSEN + __ffs(choices) - 1) * arguments.x_stride;
+    __device__ __forceinline__ void load_and_quantise_y(int choice) {
+        const float* row = static_cast<const float*>(arguments.x) + choice * arguments.x_stride;
         float values[GROUPS][CHUNKS][16];
 #pragma unroll
         for (int group = 0; group < GROUPS; ++group) {
@@ -340,7 +430,7 @@ struct Multiplier {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     float4 four = {};
-                    if (choices != 0 && column < K)
+                    if (choice >= 0 && column < K)
                         four = load_fresh(row + column + i * 4);
                     values[group][chunk][4 * i] = four.x;
                     values[group][chunk][4 * i + 1] = four.y;
@@ -353,9 +443,17 @@ struct Multiplier {
         for (int group = 0; group < GROUPS; ++group) quantise(group, values[group]);
     }
 
+    __device__ __forceinline__ void load_and_quantise(const Entry& entry) {
+        const int choice = entry.choice_of(lane / 4, arguments.num_tokens);
+        if constexpr (SWIGLU)
+            load_and_quantise_x(choice / CHOSEN, choice >= 0);
+        else
+            load_and_quantise_y(choice);
+    }
+
     __device__ __forceinline__ void load_scales(float (&scales)[GROUPS], const Walk& walk) const {
         const float* of_block =
-            scales_of(arguments, entry_of(shared, walk.entry).expert, walk.row());
+            scales_of(arguments, Entry(shared, walk.entry).expert(), walk.row());
 #pragma unroll
         for (int group = 0; group < GROUPS; ++group)
             scales[group] = group_of(group) < K_BLOCKS ? of_block[group_of(group)] : 0;
@@ -419,18 +517,19 @@ struct Multiplier {
                            (x_scale[group][i % 2] * weight_scale[group]);
         }
         const uint32_t partial = shared + PARTIALS_OFFSET + (slot * WARPS + warp) * PARTIAL_BYTES +
-                                 (lane % 4 * 2 * TOKEN_PITCH + lane / 4) * 4;
+                                 (lane % 4 * 2 * SLOT_PITCH + lane / 4) * 4;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            store_shared(partial + i * TOKEN_PITCH * 4, sums[i]);
-            store_shared(partial + i * TOKEN_PITCH * 4 + UNIT * 4, sums[i + 2]);
+            store_shared(partial + i * SLOT_PITCH * 4, sums[i]);
+            store_shared(partial + i * SLOT_PITCH * 4 + UNIT * 4, sums[i + 2]);
         }
     }
 
     __device__ __forceinline__ void run() {
         if constexpr (SWIGLU) {
             wait_for_previous_kernels();
-            load_and_quantise_x();
+            if constexpr (!GATHERS)
+                load_and_quantise_x(lane / 4, lane / 4 < arguments.num_tokens);
         }
         __syncthreads();  // the entries are known
         Walk walk(load_shared_int(shared + COUNT_OFFSET));
@@ -439,9 +538,9 @@ struct Multiplier {
         const bool has_all = (warp + 1) * GROUPS * BLOCK <= K;
         int entry = -1;
         for (Ring ring; !walk.is_done(); ring.advance()) {
-            if (!SWIGLU && walk.entry != entry) {
+            if ((GATHERS || !SWIGLU) && walk.entry != entry) {
                 entry = walk.entry;
-                load_and_quantise_y(entry_of(shared, entry));
+                load_and_quantise(Entry(shared, entry));
             }
             // Those of the next tile are under way during this one.
             Walk after = walk;
