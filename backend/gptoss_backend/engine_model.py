@@ -19,6 +19,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -61,9 +62,11 @@ def start_engine(
 ) -> "EngineLoop | EngineProcess":
     if is_apart(config):
         return EngineProcess(config, delivering)
-    from gptoss_engine.engine import EngineLoop, load_engine  # brings torch
+    from gptoss_engine.engine import EngineLoop, keep_for_good, load_engine  # brings torch
 
-    return EngineLoop(load_engine(config), delivering)
+    engine = load_engine(config)
+    keep_for_good()
+    return EngineLoop(engine, delivering)
 
 
 class TritonPythonModel:
@@ -86,15 +89,8 @@ class TritonPythonModel:
             sender = request.get_response_sender()
             try:
                 self._handle(request, sender)
-            except Unsupported as error:
-                _refuse(sender, error, pb_utils.TritonError.UNSUPPORTED)
-            except InvalidRequest as error:
-                _refuse(sender, error, pb_utils.TritonError.INVALID_ARG)
-            except Unavailable as error:
-                _refuse(sender, error, pb_utils.TritonError.UNAVAILABLE)
-            except Exception as error:
-                logger.exception("request failed before admission")
-                _refuse(sender, error, pb_utils.TritonError.INTERNAL)
+            except Exception as error:  # noqa: BLE001  whatever it is, the client is told
+                _refuse(sender, error)
 
     def finalize(self) -> None:
         self._engine.stop()
@@ -129,8 +125,19 @@ class TritonPythonModel:
         context = _text("context", inputs["context"]) if "context" in inputs else ""
         client = _TritonClient(sender, generation.generation_id, context)
         stream = Stream(generation.generation_id, client)
-        self._engine.submit(generation, lambda chunk: self._streams.push(stream, chunk))
-        self._streams.open(stream)
+
+        def answered(admission: Future[Any]) -> None:
+            error = admission.exception()
+            if error is None:
+                self._streams.open(stream)
+            else:
+                _refuse(sender, error)
+
+        # Not waited for: the next request could not be read meanwhile.
+        admission = self._engine.admission(
+            generation, lambda chunk: self._streams.push(stream, chunk)
+        )
+        admission.add_done_callback(answered)
 
     def _drain(self, sender: Any, key: str, seconds: float) -> None:
         if not self._control_key or key != self._control_key:
@@ -209,7 +216,17 @@ class _TritonClient:
         return self._sender.is_cancelled()
 
 
-def _refuse(sender: Any, error: Exception, code: int) -> None:
+def _refuse(sender: Any, error: BaseException) -> None:
+    match error:
+        case Unsupported():
+            code = pb_utils.TritonError.UNSUPPORTED
+        case InvalidRequest():
+            code = pb_utils.TritonError.INVALID_ARG
+        case Unavailable():
+            code = pb_utils.TritonError.UNAVAILABLE
+        case _:
+            logger.error("a request failed before its admission", exc_info=error)
+            code = pb_utils.TritonError.INTERNAL
     refusal = pb_utils.TritonError(str(error), code)
     sender.send(pb_utils.InferenceResponse(error=refusal), flags=_FINAL)
 

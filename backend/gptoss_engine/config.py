@@ -94,7 +94,7 @@ class EngineConfig:
     default_max_tokens: int = 0
     default_timeout_seconds: float = 600.0
     stream_interval: int = 1
-    engine_process: Literal["auto", "on", "off"] = "off"
+    engine_process: Literal["auto", "on", "off"] = "auto"
     enable_prefix_caching: bool = False
 
     def __post_init__(self) -> None:

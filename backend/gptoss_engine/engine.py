@@ -4,11 +4,13 @@
 from any thread; answers go to the callback that came with the request.
 """
 
+import gc
 import logging
 import secrets
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
@@ -338,6 +340,17 @@ class EngineLoop:
             self._open[sequence.generation_id] = (sequence, on_chunk)
             self._condition.notify_all()
 
+    def admission(self, request: GenerationRequest, on_chunk: OnChunk) -> Future[None]:
+        """The same, and what it would raise told by what it returns."""
+        answer: Future[None] = Future()
+        try:
+            self.submit(request, on_chunk)
+        except Exception as error:  # noqa: BLE001  whoever asks the answer gets it
+            answer.set_exception(error)
+        else:
+            answer.set_result(None)
+        return answer
+
     def abort(self, generation_id: str, error: str = "", reason: FinishReason = "abort") -> None:
         """End a generation from any thread; nothing happens if it is not open any more.
 
@@ -400,8 +413,9 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             while (aborts := self._take_mail()) is not None:
-                chunks = [self._engine.abort(id_, *how) for id_, how in aborts.items()]
-                self._deliver([chunk for chunk in chunks if chunk is not None])
+                if aborts:
+                    chunks = [self._engine.abort(id_, *how) for id_, how in aborts.items()]
+                    self._deliver([chunk for chunk in chunks if chunk is not None])
                 self._deliver(self._engine.step())
             self._deliver(self._engine.abort_all("the engine is stopped"))
             self._deliver(self._engine.step())  # Waits for the step that is out.
@@ -472,6 +486,15 @@ class EngineLoop:
             ]
         )
         self._engine.close()
+
+
+def keep_for_good() -> None:
+    """What there is by now stays: the garbage collector need not look at it again.
+
+    A look at all launches and graphs, and at PyTorch's own objects, takes longer than many steps.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def load_engine(config: EngineConfig) -> Engine:

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, BinaryIO
 
-from gptoss_engine.engine import EngineLoop
+from gptoss_engine.engine import EngineLoop, keep_for_good
 from gptoss_engine.messages import (
     LOG_FORMAT,
     PICKLE_PROTOCOL,
@@ -120,6 +120,7 @@ class _Child:
         try:
             module, function = start.loader.split(":")
             engine = getattr(importlib.import_module(module), function)(start.config)
+            keep_for_good()
             self._loop = EngineLoop(engine, self._delivering)
         except Exception as error:
             log.exception("the engine cannot be loaded")

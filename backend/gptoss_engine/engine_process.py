@@ -131,18 +131,30 @@ class EngineProcess:
         Waits for the child's word, but for no step.
         """
         self._check_thread("submit")
+        self.admission(request, on_chunk).result()
+
+    def admission(
+        self, request: GenerationRequest, on_chunk: Callable[[TokenChunk], None]
+    ) -> Future[bool | None]:
+        """The same without waiting: what the child says, before the first chunk.
+
+        So requests that come at once are told the child one behind the other, and not one a word.
+        """
         number = next(self._numbers)
         command = _pickled(Submit(number, request))
         answer: Future[bool | None] = Future()
         with self._lock:
-            if self._ended:
-                raise Unavailable(self._ended)
-            self._asked[number] = answer
-            self._open[number] = _Generation(
-                request.generation_id, len(request.token_ids), on_chunk
-            )
-        self._send(command)
-        answer.result()
+            ended = self._ended
+            if not ended:
+                self._asked[number] = answer
+                self._open[number] = _Generation(
+                    request.generation_id, len(request.token_ids), on_chunk
+                )
+        if ended:
+            answer.set_exception(Unavailable(ended))
+        else:
+            self._send(command)
+        return answer
 
     def abort(self, generation_id: str, error: str = "", reason: FinishReason = "abort") -> None:
         """End a generation from any thread; nothing happens if it is not open any more."""
@@ -240,15 +252,18 @@ class EngineProcess:
     def _deliver(self, chunks: Sequence[Chunk]) -> None:
         """Each chunk to its generation's callback; one that raises is aborted and hears no more."""
         heard: list[tuple[int, _Generation, TokenChunk]] = []
+        admitted: list[Future[bool | None]] = []
         with self._lock:
             for number, fields in chunks:
                 if generation := self._open.get(number):
                     if answer := self._asked.pop(number, None):
-                        answer.set_result(None)  # Who has a chunk was admitted.
+                        admitted.append(answer)  # Who has a chunk was.
                     chunk = TokenChunk(generation.generation_id, *fields)
                     heard.append((number, generation, chunk))
                     if chunk.finish_reason:
                         del self._open[number]
+        for answer in admitted:
+            answer.set_result(None)
         if not heard:
             return
         with self._delivering():

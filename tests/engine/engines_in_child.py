@@ -1,5 +1,6 @@
 """What test_engine_process.py loads in child processes: fake engines, and such as cannot be."""
 
+import gc
 import os
 import signal
 import threading
@@ -14,7 +15,7 @@ from gptoss_engine.sequence import ScheduledStep
 from .fakes import FakeRunner
 
 # As the first token of a prompt: what happens to the step that computes it.
-RAISE, SEGFAULT, EXIT, HANG, MARK = 90, 91, 92, 93, 94
+RAISE, SEGFAULT, EXIT, HANG, MARK, FROZEN = 90, 91, 92, 93, 94, 95
 # MARK: a file by the name in this variable is made once so many tokens are there.
 MARK_VARIABLE, MARKED_TOKENS = "GPTOSS_TEST_MARK", 2000
 SECONDS_A_STEP = 0.0005
@@ -49,6 +50,8 @@ def _obey(step: ScheduledStep) -> None:
         os._exit(3)
     if order == MARK and max(item.num_output_tokens for item in step.items) == MARKED_TOKENS:
         Path(os.environ[MARK_VARIABLE]).touch()
+    if order == FROZEN:
+        assert gc.get_freeze_count() > 0, "the garbage collector still looks at all that is there"
     if order == HANG:
         threading.Event().wait()
 

@@ -718,6 +718,37 @@ def test_a_refused_request_raises_where_it_was_submitted_and_hears_nothing(
         assert not client.has_more
 
 
+def test_an_admission_tells_what_submit_would_raise(make_engine: MakeEngine) -> None:
+    with running(make_engine()) as loop:
+        client = Client()
+        refused = loop.admission(request("a", ()), client)
+        assert isinstance(refused.exception(0), InvalidRequest)
+        assert loop.admission(request("a", max_tokens=1), client).result(0) is None
+        assert client.final().finish_reason == "length"
+
+
+def test_a_loop_delivers_once_a_step(make_engine: MakeEngine) -> None:
+    engine, entered = make_engine(), []
+    step, num_steps = engine.step, []
+
+    def counted() -> list[TokenChunk]:
+        num_steps.append(1)
+        return step()
+
+    @contextmanager
+    def delivering() -> Iterator[None]:
+        entered.append(1)
+        yield
+
+    engine.step = counted  # type: ignore[method-assign]
+    loop, client = EngineLoop(engine, delivering), Client()
+    loop.submit(request("a", max_tokens=3, ignore_eos=True), client)
+    client.final()
+    loop.stop()
+    # At its end it tells everybody who is left, and everybody who came too late.
+    assert len(entered) == len(num_steps) + 2
+
+
 def test_an_open_generation_id_is_refused_by_the_loop_too(make_engine: MakeEngine) -> None:
     gate = Gate()
     with running(make_engine(FakeRunner(on_run=gate))) as loop:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +28,7 @@ from gptoss_engine.types import InvalidRequest, TokenChunk, TokenLogprob, Unavai
 
 from .engines_in_child import (
     EXIT,
+    FROZEN,
     HANG,
     MARK,
     MARK_VARIABLE,
@@ -271,6 +273,44 @@ def test_a_callback_cannot_wait_for_what_its_own_thread_brings(engine: EnginePro
     engine.submit(request("a", max_tokens=1), on_chunk)
     for _ in range(2):
         assert "must not be called from a callback" in refusals.get(timeout=SECONDS)
+
+
+def test_who_does_not_wait_for_an_admission_is_told_of_it_before_the_first_chunk(
+    engine: EngineProcess,
+) -> None:
+    heard: queue.SimpleQueue[object] = queue.SimpleQueue()
+
+    def tell(admission: Future[bool | None]) -> None:
+        heard.put(admission.exception() or "admitted")
+
+    def ask_again(chunk: TokenChunk) -> None:
+        heard.put(chunk.token_ids)
+        # Of its own thread's, which could not wait.
+        engine.admission(request("b", (97,)), Client()).add_done_callback(tell)
+
+    engine.admission(request("a", max_tokens=1), ask_again).add_done_callback(tell)
+    told = [heard.get(timeout=SECONDS) for _ in range(3)]
+    assert told[0] == "admitted"
+    assert isinstance(told[1], tuple)
+    assert isinstance(told[2], InvalidRequest)
+
+
+def test_admissions_wait_for_no_word_of_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_process, "_PROGRAM", _ANSWERS_LATE)
+    with running() as engine:
+        client = Client()
+        one, two = (engine.admission(request(name), client) for name in "ab")
+        assert one.result(SECONDS) is None
+        with pytest.raises(Unavailable, match="ended with exit code 5"):
+            two.result(SECONDS)
+        late = engine.admission(request("c"), client)
+        assert isinstance(late.exception(0), Unavailable), "it is known here"
+
+
+def test_what_is_loaded_in_the_child_is_no_garbage_to_look_for(engine: EngineProcess) -> None:
+    client = Client()
+    engine.submit(request("a", (FROZEN, 1), max_tokens=1), client)
+    assert client.final().finish_reason == "length"
 
 
 def test_a_slow_reader_stops_no_step_and_gets_all_in_the_end(
@@ -607,6 +647,8 @@ def test_where_the_engine_lives(
     monkeypatch.setattr(config_module, "_DEVICES", tmp_path if has_gpu else tmp_path / "none")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert is_apart(EngineConfig(engine_process=key, device=device)) == expected
+    if key == "auto":
+        assert is_apart(EngineConfig(device=device)) == expected, "it is the default"
 
 
 def test_the_interpreter_is_found_beside_its_prefix(

@@ -29,11 +29,13 @@ def load_engine(config: EngineConfig, instrument: "Instrument | None" = None) ->
 
     instrument: gives what is called instead of the operators.
     """
-    from gptoss_engine.engine import Engine
+    from gptoss_engine.engine import Engine, keep_for_good
     from gptoss_engine.runner import load_runner
 
     with Console(stderr=True).status(f"loading {config.random_weights or config.model}"):
-        return Engine(config, load_runner(config, instrument=instrument))
+        engine = Engine(config, load_runner(config, instrument=instrument))
+    keep_for_good()  # as a server's
+    return engine
 
 
 class Prompts:
