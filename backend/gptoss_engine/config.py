@@ -22,7 +22,7 @@ class InvalidConfig(ValueError):
 DEFAULT_MODEL = "demo"
 _DEVICES = Path("/dev")
 # A GPU reads its weights once for all rows of a step, so a step should have many.
-GPU_MAX_NUM_SEQS = 256
+GPU_MAX_NUM_SEQS = 512
 GPU_MAX_NUM_BATCHED_TOKENS = 8192
 
 
@@ -52,7 +52,7 @@ class EngineConfig:
         what is left of its memory.
     gpu_memory_utilization: the share of a GPU's memory that may be used, weights and steps counted.
     max_model_len: tokens of prompt and answer together; 0 means the checkpoint's own limit.
-    max_num_seqs: sequences that run at once: 64, on a GPU 256.
+    max_num_seqs: sequences that run at once: 64, on a GPU 512.
     max_num_batched_tokens: the token budget that prefill chunks and decodes of one step share:
         2048, on a GPU 8192.
     overlap: "on" schedules each step while the one before runs, "off" when it has run; the tokens
@@ -83,7 +83,7 @@ class EngineConfig:
     num_pages: int = 0
     num_window_pages: int = 0
     kv_cache_gigabytes: float = 1.0
-    gpu_memory_utilization: float = 0.97
+    gpu_memory_utilization: float = 0.98
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_model_len: int = 0

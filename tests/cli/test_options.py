@@ -47,7 +47,7 @@ def test_help_has_the_defaults_of_a_gpu_and_of_the_command(
     gptoss: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    assert "Default: 64, on a GPU 256" in gptoss("serve", "--help").out
+    assert "Default: 64, on a GPU 512" in gptoss("serve", "--help").out
     decode = gptoss("bench", "decode", "--help").out
     assert "Default: 128" in decode
     assert "Default: 2048, on a GPU 8192" in decode

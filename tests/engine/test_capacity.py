@@ -10,7 +10,12 @@ import torch
 from gptoss_engine import loading
 from gptoss_engine.capacity import TRIAL, Capacity, beside_weights, fitted, least_step_bytes
 from gptoss_engine.checkpoints.random_checkpoint import Like, RandomCheckpoint
-from gptoss_engine.config import EngineConfig, InvalidConfig
+from gptoss_engine.config import (
+    GPU_MAX_NUM_BATCHED_TOKENS,
+    GPU_MAX_NUM_SEQS,
+    EngineConfig,
+    InvalidConfig,
+)
 from gptoss_engine.kv_cache import PageBytes, PageCounts, pages_for, window_pages
 from gptoss_engine.loading import load_weights
 from gptoss_engine.memory import free_for_pages, left_free
@@ -21,7 +26,9 @@ H200 = 139 * 2**30
 CONTEXT = 600_000_000  # of the driver, PyTorch and its libraries
 GRAPHS = 500_000_000
 CUDA = torch.device("cuda")
-CONFIG = EngineConfig(max_num_seqs=256, max_num_batched_tokens=8192)
+CONFIG = EngineConfig(
+    max_num_seqs=GPU_MAX_NUM_SEQS, max_num_batched_tokens=GPU_MAX_NUM_BATCHED_TOKENS
+)
 
 
 def weight_bytes(like: Like) -> int:
@@ -54,11 +61,11 @@ def test_an_h200_holds_the_models_beside_so_many_tokens(
     free = free_for_pages(CUDA, CONFIG.gpu_memory_utilization)
     counts = pages_for(free, CONFIG, model, cache)
     assert counts.full * 64 >= num_tokens
-    # 256 windows of 3 pages, the 128 of a step, and two more.
-    assert counts.window == 898
+    # 512 windows of 3 pages, the 128 of a step, and two more.
+    assert counts.window == 1666
     pages = counts.num_bytes(CONFIG, model, cache)
-    assert used + sum(pages) <= 0.97 * H200
-    assert used + sum(pages) + pages.full // counts.full > 0.97 * H200
+    assert used + sum(pages) <= 0.98 * H200
+    assert used + sum(pages) + pages.full // counts.full > 0.98 * H200
 
 
 def test_a_step_holds_what_its_mixture_of_experts_does():
@@ -66,7 +73,7 @@ def test_a_step_holds_what_its_mixture_of_experts_does():
     model = RandomCheckpoint("120b").config
     a_token = 3 * 2880 * 2 + 4 * (2880 + 23 * 4 + 2880 + 23 * 4 + 2880 * 2)
     assert least_step_bytes(CONFIG, model) == 8192 * a_token
-    few = replace(CONFIG, max_num_batched_tokens=256)
+    few = replace(CONFIG, max_num_seqs=256, max_num_batched_tokens=256)
     assert least_step_bytes(few, model) == 256 * 201_088 * 2, "a row of logits each"
 
 
@@ -78,8 +85,8 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(monkeypatch: pytest.Mo
         load_weights(source, "fp8", torch.bfloat16, CUDA, beside=beside)
     assert str(refused.value) == (
         "the weights of random 120b, seed 0 take 118.2 GB with weights fp8, a step of 8192 tokens "
-        "525.1 MB, window layers' pages of 256 sequences 2.1 GB, full layers' pages 2.4 MB, what "
-        "gpu_memory_utilization (0.97) leaves free 2.6 GB, and 84.8 GB of memory are free on cuda; "
+        "525.1 MB, window layers' pages of 512 sequences 3.9 GB, full layers' pages 2.4 MB, what "
+        "gpu_memory_utilization (0.98) leaves free 1.7 GB, and 84.8 GB of memory are free on cuda; "
         "they would take 64.4 GB with weights mxfp4"
     )
 
@@ -163,7 +170,7 @@ def test_pages_are_what_steps_and_graphs_leave(
     assert gpu.built == [TRIAL, counts]
     assert 600_000 < counts.full * 64 < 620_000
     # As much as may be used, to a page of 18 layers.
-    assert 0 <= gpu.free - left_free(H200, 0.97) < 18 * 2 * 64 * 8 * 64 * 2
+    assert 0 <= gpu.free - left_free(H200, 0.98) < 18 * 2 * 64 * 8 * 64 * 2
     assert "118.2 GB weights, 700.0 MB activations, 500.0 MB CUDA graphs" in caplog.text
 
 
@@ -181,9 +188,9 @@ def test_configured_pages_are_built_at_once(monkeypatch: pytest.MonkeyPatch):
             119_000_000_000,
             CONFIG,
             r"249.3 MB are free on cuda beside the weights: too little for 75.5 MB of pages and "
-            r"steps of 8192 tokens \(max_num_batched_tokens\) and 256 sequences \(max_num_seqs\)",
+            r"steps of 8192 tokens \(max_num_batched_tokens\) and 512 sequences \(max_num_seqs\)",
         ),
-        (123_000_000_000, CONFIG, r"gpu_memory_utilization \(0.97\) leaves no page for the full"),
+        (123_000_000_000, CONFIG, r"gpu_memory_utilization \(0.98\) leaves no page for the full"),
         (
             H200,
             replace(CONFIG, num_pages=20_000, num_window_pages=900),
@@ -222,8 +229,8 @@ def test_the_capacity_is_said_in_words():
 
 def test_no_room_is_said_with_what_gives_it():
     model = RandomCheckpoint("120b").config
-    given = "gpu_memory_utilization (0.97)"
-    sentence = r"gpu_memory_utilization \(0\.97\) leaves no page for the full layers: the window .*"
-    with pytest.raises(InvalidConfig, match=sentence + r"max_num_seqs \(256\) .* take 2\.12 GB"):
+    given = "gpu_memory_utilization (0.98)"
+    sentence = r"gpu_memory_utilization \(0\.98\) leaves no page for the full layers: the window .*"
+    with pytest.raises(InvalidConfig, match=sentence + r"max_num_seqs \(512\) .* take 3\.93 GB"):
         pages_for(2_000_000_000, CONFIG, model, torch.bfloat16, given)
-    assert window_pages(CONFIG, model) == 898
+    assert window_pages(CONFIG, model) == 1666

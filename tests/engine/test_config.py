@@ -80,13 +80,13 @@ def test_what_cannot_work_is_refused_in_words(values: dict[str, object], sentenc
 @pytest.mark.parametrize(
     ("device", "visible", "values", "expected"),
     [
-        ("nvidia0", None, {}, (256, 8192)),
-        ("nvidia0", "0", {"device": "cuda"}, (256, 8192)),
+        ("nvidia0", None, {}, (512, 8192)),
+        ("nvidia0", "0", {"device": "cuda"}, (512, 8192)),
         ("nvidia0", "", {}, (64, 2048)),
         ("nvidia0", None, {"device": "cpu"}, (64, 2048)),
         ("nvidiactl", None, {}, (64, 2048)),
         ("nvidia3", None, {"max_num_batched_tokens": 100}, (100, 100)),
-        ("nvidia3", None, {"max_num_seqs": "512"}, (512, 8192)),
+        ("nvidia3", None, {"max_num_seqs": "300"}, (300, 8192)),
     ],
 )
 def test_defaults_are_the_devices(
