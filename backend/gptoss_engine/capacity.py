@@ -69,12 +69,14 @@ def fitted(
     cache_dtype: torch.dtype,
     device: torch.device,
     weight_bytes: int,
+    agreed: Callable[[PageCounts], PageCounts] = lambda counts: counts,
 ) -> Built:
     """What `build` makes with the pages that a GPU has room for, once its largest steps have run.
 
     build: with these pages, warmed up: kernels loaded, the largest steps run, graphs captured. It
     is called twice, first with few pages, since graphs need the pages and pages what graphs leave;
-    once if the pages are configured. Raises InvalidConfig, with figures, where there is no room.
+    once if the pages are configured. agreed: of what a rank has room for, what all have. Raises
+    InvalidConfig, with figures, where there is no room.
     """
 
     def pages(counts: PageCounts) -> PageBytes:
@@ -104,7 +106,7 @@ def fitted(
         needed = _free(device) - free - sum(pages(TRIAL))
         room = free_for_pages(device, config.gpu_memory_utilization) - needed
         given = f"gpu_memory_utilization ({config.gpu_memory_utilization:g})"
-        counts = pages_for(room, config, model, cache_dtype, given)
+        counts = agreed(pages_for(room, config, model, cache_dtype, given))
     free = _free(device)
     built = built_with(counts)
     left, graphs = _free(device), _graph_bytes(device)

@@ -21,6 +21,7 @@ class InvalidConfig(ValueError):
 
 DEFAULT_MODEL = "demo"
 _DEVICES = Path("/dev")
+MAX_RANKS = 64  # of one machine
 # A GPU reads its weights once for all rows of a step, so a step should have many.
 GPU_MAX_NUM_SEQS = 512
 GPU_MAX_NUM_BATCHED_TOKENS = 8192
@@ -44,8 +45,11 @@ class EngineConfig:
         "flashinfer" (that library's) or "reference" (plain PyTorch, anywhere). "auto" is cuda on a
         Hopper GPU, for models whose heads it takes, and reference elsewhere.
     kv_cache: "bf16" keeps keys and values in dtype, "fp8" in e4m3, which is half of bf16's bytes.
-    tp, ep, dp: one value each in this version; another is refused by name, so that nobody believes
-        to have chosen it.
+    tp: GPUs, or processes of a CPU, that share one model: ranks, each with its heads of attention.
+    reduction: whose kernels add up what ranks have: "cuda" (ours, over peer memory of Hopper GPUs)
+        or "reference" (NCCL on GPUs, gloo on a CPU). "auto" is cuda on Hopper GPUs.
+    ep: tp gives each rank whole experts, 1 a part of every expert.
+    dp: such engines beside each other, each with a whole model; each request goes to one of them.
     dtype: of activations and dense weights; "auto" is float32 on a CPU and bfloat16 on a GPU.
     num_pages, num_window_pages: KV pages of page_size tokens in each page group; 0 derives them:
         enough for max_num_seqs sequences within kv_cache_gigabytes on a CPU, and on a GPU within
@@ -76,6 +80,7 @@ class EngineConfig:
     kv_cache: Literal["bf16", "fp8"] = "bf16"
     attention: Literal["auto", "cuda", "triton", "flashinfer", "reference"] = "auto"
     gemm: Literal["auto", "cuda", "triton", "deepgemm", "reference"] = "auto"
+    reduction: Literal["auto", "cuda", "reference"] = "auto"
     tp: int = 1
     ep: int = 1
     dp: int = 1
@@ -98,12 +103,6 @@ class EngineConfig:
     enable_prefix_caching: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("tp", "ep", "dp"):
-            if getattr(self, name) != 1:
-                raise InvalidConfig(
-                    f"{name} must be 1 in this version, got {getattr(self, name)}: "
-                    "parallel layouts are not built yet"
-                )
         if self.random_weights and self.model != DEFAULT_MODEL:
             raise InvalidConfig(
                 f"random_weights ({self.random_weights}) and model ({shown(self.model)}) exclude "
@@ -112,6 +111,8 @@ class EngineConfig:
         if self.enable_prefix_caching:
             raise InvalidConfig("enable_prefix_caching must be false: it is not built yet")
         for name, low, high in (
+            ("tp", 1, MAX_RANKS),
+            ("dp", 1, MAX_RANKS),
             ("page_size", 1, 1024),
             ("num_pages", 0, 2**31 - 1),
             ("num_window_pages", 0, 2**31 - 1),
@@ -129,6 +130,8 @@ class EngineConfig:
             value = getattr(self, name)
             if not low <= value <= high:
                 raise InvalidConfig(f"{name} must be in [{low}, {high}], got {value}")
+        if self.ep not in (1, self.tp):
+            raise InvalidConfig(f"ep must be 1 or tp ({self.tp}), got {self.ep}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise InvalidConfig(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "

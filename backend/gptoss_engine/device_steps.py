@@ -22,7 +22,7 @@ from gptoss_engine.graphs import Capture, DecodeGraphs, Outputs, graph_sizes
 from gptoss_engine.kv_cache import KVCache
 from gptoss_engine.model import GptOss
 from gptoss_engine.progress import tracked
-from gptoss_engine.sampler import Sampled, Sampler, Sampling
+from gptoss_engine.sampler import Sampled, Sampler, Sampling, Wait
 from gptoss_engine.sequence import PageTables, ScheduledItem, ScheduledStep, Sequence, StepOutput
 from gptoss_engine.staging import KnownPages, Part, StagedStep, Staging
 from gptoss_engine.types import (
@@ -98,7 +98,7 @@ class DeviceSteps:
 
     num_pages, num_window_pages: of the cache's page groups. max_model_len: tokens of one sequence.
     capture: what makes graphs of steps that are decodes alone; None where the operators do not
-    allow it.
+    allow it. wait: until an event of the device has happened.
     tell: called with each step's plan before it is enqueued, if it is set.
     """
 
@@ -113,11 +113,12 @@ class DeviceSteps:
         num_window_pages: int,
         max_model_len: int,
         capture: Capture | None,
+        wait: Wait = torch.cuda.Event.synchronize,
     ) -> None:
         self._model = model
         self._cache = cache
         self._ops = ops
-        self._sampler = Sampler(ops)
+        self._sampler = Sampler(ops, wait)
         self._config = config
         self._num_pages = num_pages
         self._num_window_pages = num_window_pages

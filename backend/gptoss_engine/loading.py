@@ -227,6 +227,14 @@ def check_mode(source: TensorSource, mode: WeightMode, lm_head: LmHead = "auto")
         _form(source, mode, lm_head, name)
 
 
+def check_ranks(
+    source: TensorSource, mode: WeightMode, dtype: torch.dtype, lm_head: LmHead, tp: int, ep: int
+) -> None:
+    """Raises InvalidConfig, with the numbers, where a rank's part cannot be cut."""
+    for index in range(tp):
+        _Plan(source, mode, dtype, Rank(index, tp, ep), lm_head)
+
+
 def unembedding_form(source: TensorSource, mode: WeightMode, lm_head: LmHead) -> Form:
     """How the engine holds it. Raises InvalidConfig where it is to be FP8 beside wide weights."""
     if lm_head == "fp8":

@@ -18,6 +18,7 @@ from gptoss_engine.batch import DueRows, Inputs, PageGroup
 from gptoss_engine.kv_cache import KVCache
 from gptoss_engine.model_config import ModelConfig
 from gptoss_engine.weights import LayerWeights, Weights
+from gptoss_kernels.fp8 import BLOCK, num_blocks
 from gptoss_kernels.ops import Mixture, Operators
 
 
@@ -55,9 +56,11 @@ class GptOss:
         hidden, update = ops.embedding(batch.input_ids, self.weights.embedding), None
         for index, layer in enumerate(self.weights.layers):
             query = self._query(hidden, update, index, layer, batch, cache, ops)
+            update = None  # Read: this layer's experts need its memory.
             if due is not None and layer is self.weights.layers[-1]:
                 batch, hidden, query = _of_rows(due, batch, hidden, query, ops)
             hidden = self._attention(query, hidden, index, layer, batch, cache, ops)
+            del query
             update = self._mixture_of_experts(hidden, layer, ops)
         return hidden if update is None else ops.combine(*update, residual=hidden)
 
@@ -87,13 +90,23 @@ class GptOss:
             update=update,
         )
         return ops.rope_and_cache_write(
-            qkv,
+            self._heads(qkv),
             batch.positions,
             self.rope_table,
             cache.keys[index],
             cache.values[index],
             group.slot_mapping,
         )
+
+    def _heads(self, qkv: Tensor) -> Tensor:
+        """Without what fills up a rank's queries, keys and values to blocks, if anything does."""
+        config = self.config
+        counts = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        sizes = [count * config.head_dim for count in counts]
+        if qkv.shape[1] == sum(sizes):
+            return qkv
+        pieces = qkv.split([num_blocks(size) * BLOCK for size in sizes], dim=1)
+        return torch.cat([piece[:, :size] for piece, size in zip(pieces, sizes, strict=True)], 1)
 
     def _attention(
         self,

@@ -3,25 +3,31 @@
 import logging
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import permutations
+from typing import Literal
 
 import torch
 
+from gptoss_engine import shards
 from gptoss_engine.batch import Batch
 from gptoss_engine.capacity import beside_weights, fitted
 from gptoss_engine.checkpoints.checkpoint import Checkpoint, checkpoint_folder
-from gptoss_engine.checkpoints.tensor_source import TensorSource, WeightMode
+from gptoss_engine.checkpoints.tensor_source import IdentifiedSource, TensorSource, WeightMode
 from gptoss_engine.config import EngineConfig, InvalidConfig
-from gptoss_engine.device_steps import DeviceSteps, Launched
+from gptoss_engine.device_steps import FILLERS, DeviceSteps, Launched, StepPlan
 from gptoss_engine.devices import choose_device
 from gptoss_engine.graphs import CudaCapture
 from gptoss_engine.kv_cache import KVCache, PageCounts, max_model_len
-from gptoss_engine.loading import check_mode, load_weights
+from gptoss_engine.loading import check_mode, check_ranks, load_weights
 from gptoss_engine.model import GptOss, rope_table
 from gptoss_engine.model_config import ModelConfig
+from gptoss_engine.parallel import Peers, Ranks
 from gptoss_engine.sampler import Sampler
 from gptoss_engine.sequence import ScheduledStep, StepOutput
+from gptoss_engine.shards import Rank
 from gptoss_engine.weights import Weights
 from gptoss_kernels import ops as operators
 
@@ -48,6 +54,7 @@ class Runner:
     weight_mode: the form of the experts' weights.
     is_asynchronous: whether `launch` returns before the step has run, as it does on a GPU.
     instrument: gives what is called instead of the operators, for measuring.
+    peers: the other ranks, where several share the model; weights are then this rank's part.
     """
 
     def __init__(
@@ -58,26 +65,34 @@ class Runner:
         num_pages: int,
         num_window_pages: int,
         instrument: Instrument | None = None,
+        peers: Peers | None = None,
     ) -> None:
+        rank = Rank() if peers is None else peers.rank
+        own = shards.of_rank(model_config, rank)
         self.model_config = model_config
-        self.num_pages = num_pages
-        self.num_window_pages = num_window_pages
+        self.pages = PageCounts(num_pages, num_window_pages)
         self.max_model_len = max_model_len(config, model_config)
         self.weight_mode = weights.mode
         self._page_size = config.page_size
         self._device = weights.embedding.device
-        self._ops = load_operators(config, self._device, weights.embedding.dtype, model_config)
+        self._ranks: Ranks | None = None
+        dtype = weights.embedding.dtype
+        self._ops = load_operators(config, self._device, dtype, own)
+        if peers is not None:
+            gemm = choose_gemm(config, self._device, dtype)
+            experts = shards.experts(model_config, rank)
+            self._ops = operators.load_rank(self._ops, peers.reduction, experts, gemm)
         if instrument is not None:
             self._ops = instrument(self._ops)
         self._sampler = Sampler(self._ops)
         table = rope_table(model_config, self.max_model_len, self._ops)
-        self._model = GptOss(model_config, weights, table.to(self._device))
+        self._model = GptOss(own, weights, table.to(self._device))
         self._cache = KVCache.allocate(
-            model_config,
+            own,
             page_size=config.page_size,
             num_pages=num_pages,
             num_window_pages=num_window_pages,
-            dtype=choose_cache_dtype(config, weights.embedding.dtype),
+            dtype=choose_cache_dtype(config, dtype),
             device=self._device,
         )
         # By seat, what the last step that sampled there chose: the next step's pending inputs.
@@ -86,8 +101,7 @@ class Runner:
         )
         self.is_asynchronous = self._device.type == "cuda"
         self._steps: DeviceSteps | None = None
-        if self.is_asynchronous:
-            dtype = weights.embedding.dtype
+        if self.is_asynchronous or peers is not None:
             has_graphs = choose_graphs(config, self._device, dtype, weights.mode)
             self._steps = DeviceSteps(
                 *(self._model, self._cache, self._ops, config),
@@ -95,20 +109,42 @@ class Runner:
                 num_window_pages=num_window_pages,
                 max_model_len=self.max_model_len,
                 capture=CudaCapture() if has_graphs else None,
+                wait=torch.cuda.Event.synchronize if peers is None else peers.wait,
             )
 
     @property
+    def num_pages(self) -> int:
+        return self.pages.full
+
+    @property
+    def num_window_pages(self) -> int:
+        return self.pages.window
+
+    @property
     def fault(self) -> str:
-        """Why no step will run any more; empty as far as is known."""
-        return ""
+        """What became of another rank; empty as long as all are there."""
+        return "" if self._ranks is None else self._ranks.fault
 
     def close(self) -> None:
-        """Nothing was started."""
+        """End the other ranks' processes."""
+        if self._ranks is not None:
+            self._ranks.close()
 
     def warm_up(self) -> None:
         """Before the first step: on a GPU, load kernels and capture graphs."""
-        if self._steps is not None:
+        if self._steps is not None and self.is_asynchronous:
             self._steps.warm_up()
+
+    def lead(self, ranks: Ranks) -> None:
+        """From now on tell these ranks each step."""
+        assert self._steps is not None
+        self._ranks = ranks
+        self._steps.tell = ranks.tell
+
+    def follow(self, plan: StepPlan) -> None:
+        """Do the step of the rank that leads."""
+        assert self._steps is not None
+        self._steps.follow(plan)
 
     @torch.inference_mode()
     def launch(self, step: ScheduledStep) -> Computed | Launched:
@@ -119,7 +155,8 @@ class Runner:
         step changes.
         """
         if self._steps is not None:
-            return self._steps.launch(step)
+            with nullcontext() if self._ranks is None else self._ranks.explained():
+                return self._steps.launch(step)
         batch = Batch.build(
             step,
             page_size=self._page_size,
@@ -141,41 +178,93 @@ def load_runner(config: EngineConfig, *, instrument: Instrument | None = None) -
 
     Raises InvalidCheckpoint or InvalidConfig, with a sentence, when they do not fit together.
     """
-    started = time.monotonic()
+    if config.dp > 1:
+        raise InvalidConfig(f"dp must be 1 where one engine is asked for, got {config.dp}")
+    if config.tp == 1:
+        return load_rank(config, instrument=instrument)
+    _check_layout(config)
+    ranks = Ranks(config)
+    try:
+        runner = load_rank(config, ranks, instrument=instrument)
+        ranks.wait_until_built(runner.pages)
+    except BaseException:
+        ranks.close()
+        raise
+    runner.lead(ranks)
+    return runner
+
+
+def _check_layout(config: EngineConfig) -> None:
+    """What would be refused while the ranks load, before their processes are started."""
     device = choose_device(config)
+    source = open_source(config)
+    mode = choose_weight_mode(config, source)
+    dtype = choose_dtype(config, device)
+    check_ranks(source, mode, dtype, config.lm_head, config.tp, config.ep)
+    if device.type == "cuda":
+        check_gpus(config, choose_reduction(config, device, dtype))
+
+
+def load_rank(
+    config: EngineConfig, peers: Peers | None = None, *, instrument: Instrument | None = None
+) -> Runner:
+    """The part of one rank, or the whole; what load_runner does in each rank's process."""
+    started = time.monotonic()
+    rank = Rank() if peers is None else peers.rank
+    device = choose_device(config)
+    if peers is not None and device.type == "cuda":
+        device = torch.device("cuda", rank.index)
+        torch.cuda.set_device(device)
     dtype = choose_dtype(config, device)
     source = open_source(config)
+    own = shards.of_rank(source.config, rank)
     # Refused before minutes of loading weights.
-    load_operators(config, device, dtype, source.config)
+    load_operators(config, device, dtype, own)
     mode = choose_weight_mode(config, source)
     check_mode(source, mode, config.lm_head)
     choose_graphs(config, device, dtype, mode)
     cache_dtype = choose_cache_dtype(config, dtype)
 
     def built(weights: Weights, pages: PageCounts) -> Runner:
-        runner = Runner(source.config, weights, config, pages.full, pages.window, instrument)
+        sizes = (pages.full, pages.window)
+        runner = Runner(source.config, weights, config, *sizes, instrument, peers)
         runner.warm_up()
         return runner
 
-    load = partial(load_weights, source, mode, dtype, device, lm_head=config.lm_head)
+    def join() -> None:
+        if peers is not None:
+            peers.join(
+                source.fingerprint(),
+                device,
+                choose_reduction(config, device, dtype),
+                columns=own.hidden_size,
+                max_tokens=config.max_num_batched_tokens + FILLERS,
+            )
+
+    load = partial(load_weights, source, mode, dtype, device, rank, lm_head=config.lm_head)
     if device.type == "cuda":
-        weights = load(beside=beside_weights(config, source.config, cache_dtype, device))
+        weights = load(beside=beside_weights(config, own, cache_dtype, device))
+        join()
         build = partial(built, weights)
-        runner = fitted(build, config, source.config, cache_dtype, device, weights.num_bytes)
+        agreed = {} if peers is None else {"agreed": peers.agreed}
+        runner = fitted(build, config, own, cache_dtype, device, weights.num_bytes, **agreed)
     else:
-        pages = PageCounts.derive(config, source.config, cache_dtype)
-        runner = built(load(), pages)
+        pages = PageCounts.derive(config, own, cache_dtype)
+        weights = load()
+        join()
+        runner = built(weights, pages)
     log.info(
         "loaded %s on %s, weights %s, KV cache %s, all else %s, in %.1f s: %d pages for full "
         "layers, %d for window layers",
-        *(source.label, device, mode),
+        *(source.label, device if rank.tp == 1 else f"{device}, rank {rank.index} of {rank.tp}"),
+        mode,
         *(str(each).removeprefix("torch.") for each in (cache_dtype, dtype)),
         *(time.monotonic() - started, runner.num_pages, runner.num_window_pages),
     )
     return runner
 
 
-def open_source(config: EngineConfig) -> TensorSource:
+def open_source(config: EngineConfig) -> IdentifiedSource:
     """The checkpoint, or the random weights, that the configuration names."""
     if config.random_weights:
         from gptoss_engine.checkpoints.random_checkpoint import RandomCheckpoint
@@ -207,6 +296,30 @@ def choose_gemm(config: EngineConfig, device: torch.device, dtype: torch.dtype) 
         return "cuda" if _serves_hopper(device, dtype) else "reference"
     _check_kernels("gemm", config.gemm, device, dtype)
     return config.gemm
+
+
+def choose_reduction(
+    config: EngineConfig, device: torch.device, dtype: torch.dtype
+) -> Literal["cuda", "reference"]:
+    """auto: cuda on Hopper GPUs in bfloat16, else reference."""
+    if config.reduction == "auto":
+        return "cuda" if _serves_hopper(device, dtype) else "reference"
+    _check_kernels("reduction", config.reduction, device, dtype)
+    return config.reduction
+
+
+def check_gpus(config: EngineConfig, reduction: Literal["cuda", "reference"]) -> None:
+    """InvalidConfig where there are fewer GPUs than ranks, or some cannot reach each other."""
+    found = torch.cuda.device_count()
+    if found < config.tp:
+        raise InvalidConfig(f"tp must be at most the number of GPUs here, {found}, got {config.tp}")
+    if reduction == "cuda":
+        for one, other in permutations(range(config.tp), 2):
+            if not torch.cuda.can_device_access_peer(one, other):
+                raise InvalidConfig(
+                    f"GPU {one} cannot reach the memory of GPU {other} (no peer access): choose "
+                    "reduction reference, which is slower, or tp 1"
+                )
 
 
 def choose_attention(

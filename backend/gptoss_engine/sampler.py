@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from typing import NamedTuple
 
@@ -12,6 +13,8 @@ from torch import Tensor
 from gptoss_engine.sequence import Sequence
 from gptoss_engine.types import TokenLogprob
 from gptoss_kernels.ops import Operators, SamplingRows
+
+Wait = Callable[[torch.cuda.Event], object]
 
 
 class Sampling(NamedTuple):
@@ -67,11 +70,16 @@ class Sampled:
     """The tokens of a step's rows, as soon as they are on the host."""
 
     def __init__(
-        self, parts: tuple[Tensor, ...], num_top: np.ndarray, event: torch.cuda.Event | None
+        self,
+        parts: tuple[Tensor, ...],
+        num_top: np.ndarray,
+        event: torch.cuda.Event | None,
+        wait: Wait,
     ) -> None:
         self._parts = parts
         self._num_top = num_top
         self._event = event
+        self._wait = wait
 
     def result(self) -> tuple[list[int], list[TokenLogprob | None]]:
         """The tokens, and what was asked to be told of them; waits until the device is so far.
@@ -79,7 +87,7 @@ class Sampled:
         NO_TOKEN where a row's logits were not numbers.
         """
         if self._event is not None:
-            self._event.synchronize()
+            self._wait(self._event)
         token_ids, *told = (part.tolist() for part in self._parts)
         if not told:
             return token_ids, [None] * len(token_ids)
@@ -92,10 +100,14 @@ class Sampled:
 
 
 class Sampler:
-    """Chooses a step's tokens on the device, and sends them to the host while that goes on."""
+    """Chooses a step's tokens on the device, and sends them to the host while that goes on.
 
-    def __init__(self, ops: Operators) -> None:
+    wait: until an event has happened.
+    """
+
+    def __init__(self, ops: Operators, wait: Wait = torch.cuda.Event.synchronize) -> None:
         self._ops = ops
+        self._wait = wait
 
     def sample(
         self,
@@ -124,13 +136,15 @@ class Sampler:
             parts += self._ops.logprobs(logits[:count], *parts, rows.num_top[:count])
         if logits.device.type != "cuda":
             # A later step may write to the same memory.
-            return Sampled(tuple(part.clone() for part in parts), sampling.num_top, None)
+            return Sampled(
+                tuple(part.clone() for part in parts), sampling.num_top, None, self._wait
+            )
         on_host = tuple(_pinned_like(part) for part in parts)
         for part, copy in zip(parts, on_host, strict=True):
             self._ops.transfer(part, copy)
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(logits.device))
-        return Sampled(on_host, sampling.num_top, event)
+        return Sampled(on_host, sampling.num_top, event, self._wait)
 
 
 def _pinned_like(tensor: Tensor) -> Tensor:

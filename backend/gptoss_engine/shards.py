@@ -8,7 +8,7 @@ The ranks' outputs of attention and of the experts are partial sums. A bias that
 a sum (out's, and w2's where experts are cut) is rank 0's; the others have zeros.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from gptoss_engine.checkpoints.layouts import tensor_shapes
@@ -85,6 +85,26 @@ def part(config: ModelConfig, name: str, rank: Rank) -> Part:
         case "out":
             columns = _scaled(_share("num_heads", config.num_heads, rank), config.head_dim)
     return Part(None, rows, columns, is_zero=field == "out_bias" and rank.index > 0)
+
+
+def experts(config: ModelConfig, rank: Rank) -> range | None:
+    """The rank's own, where each has whole ones; None where all are cut, or there is one rank."""
+    return _expert_part(config, "w13", rank).experts if rank.ep > 1 else None
+
+
+def of_rank(config: ModelConfig, rank: Rank) -> ModelConfig:
+    """The figures of what the rank computes: its heads, and the width of its part of an expert.
+
+    All experts are counted, as it routes over all.
+    """
+    inner = _expert_part(config, "w2", rank).columns
+    assert inner is not None
+    return replace(
+        config,
+        num_heads=size(_share("num_heads", config.num_heads, rank)),
+        num_kv_heads=size(_share("num_kv_heads", config.num_kv_heads, rank)),
+        intermediate_size=size(inner),
+    )
 
 
 def _expert_part(config: ModelConfig, field: str, rank: Rank) -> Part:

@@ -61,8 +61,12 @@ def test_strings_as_config_pbtxt_has_them_and_typed_values_are_the_same() -> Non
             "enable_prefix_caching must be false: it is not built yet",
         ),
         (
-            {"tp": 2},
-            "tp must be 1 in this version, got 2: parallel layouts are not built yet",
+            {"tp": 4, "ep": 2},
+            "ep must be 1 or tp (4), got 2",
+        ),
+        (
+            {"tp": 0},
+            "tp must be in [1, 64], got 0",
         ),
         (
             {"max_num_seqs": 9, "max_num_batched_tokens": 8},
