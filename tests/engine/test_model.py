@@ -2,9 +2,11 @@
 as golden values (tools/make_golden.py)."""
 
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,6 +41,7 @@ def logits_of(
     weights: Weights,
     token_ids: list[int],
     cuts: tuple[int, ...] = (),
+    operators: Any = OPS,
 ) -> Tensor:
     """Of every position, [T, V] in the model's dtype; computed in pieces that end at the cuts."""
     table = rope_table(config, len(token_ids), OPS)
@@ -66,8 +69,8 @@ def logits_of(
                 vocab_size=config.vocab_size,
                 device=CPU,
             )
-            hidden = model.forward(batch, cache, OPS)
-            pieces.append(model.logits(hidden, OPS))
+            hidden = model.forward(batch, cache, operators)
+            pieces.append(model.logits(hidden, operators))
             made.num_computed_tokens = end
     return torch.cat(pieces)
 
@@ -155,6 +158,38 @@ def test_the_last_layer_of_some_rows_is_that_of_all(
     if rows:
         assert rel_error(found, whole[rows]) < BOUND
         assert rel_error(whole[[row - 1 for row in rows]], whole[rows]) > 100 * BOUND
+
+
+class _Watched:
+    """The reference, which counts what is still held when it runs a layer's experts."""
+
+    def __init__(self) -> None:
+        self._made: list[weakref.ref[Tensor]] = []
+        self.num_held: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(OPS, name)
+
+    def rope_and_cache_write(self, *args: Any) -> Tensor:
+        query = OPS.rope_and_cache_write(*args)
+        self._made.append(weakref.ref(query))
+        return query
+
+    def experts(self, *args: Any, **settings: Any) -> ops.Mixture:
+        self.num_held.append(sum(each() is not None for each in self._made))
+        mixture = OPS.experts(*args, **settings)
+        self._made.append(weakref.ref(mixture.outputs))
+        return mixture
+
+
+def test_experts_run_beside_nothing_that_was_read(
+    tiny_checkpoint: TinyCheckpoint, token_ids: list[int]
+):
+    """Neither the layer's queries nor what the layer before gave: a step's largest tensors."""
+    watched = _Watched()
+    config, weights = loaded(tiny_checkpoint.original)
+    logits_of(config, weights, token_ids, operators=watched)
+    assert watched.num_held == [0] * config.num_layers
 
 
 @pytest.mark.parametrize(
