@@ -1,5 +1,6 @@
 """The experts of few tokens against float64 arithmetic, emulated and on a GPU; bad input."""
 
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -229,13 +230,13 @@ WRONG = (
 # Of what entries gather; whatever number of a choice is in a byte, there is one.
 WRONG_GATHERED = (
     ("rank[i] = earlier + ", "rank[i] = "),
-    ("store_shared(experts + e * 4, 0);", ";"),
-    ("left << 16", "(left - 1) << 16"),
+    ("store_shared(counts + (i * 32 + lane) * 4, 0);", ";"),
+    ("left[i] << 16", "(left[i] - 1) << 16"),
     (
         "        __syncwarp();\n        if (expert[i] >= 0 && lane",
         "        if (expert[i] >= 0 && lane",
     ),
-    ("earlier + __popc(same));\n        __syncwarp();", "earlier + __popc(same));"),
+    ("        __syncwarp();\n        const uint32_t count", "        const uint32_t count"),
     ("rank[i] % SLOTS, i * 32 + lane", "rank[i] % SLOTS, lane"),
     ("+ rank[i] / SLOTS);", ");"),
     ("if (slot >= load_shared_int(address) >> 16) return -1;", ""),
@@ -271,7 +272,7 @@ def test_a_wrong_kernel_is_seen(choices, old: str, new: str, early) -> None:
 def test_tiles_are_for_what_the_kernel_has_room_for() -> None:
     def gathers(num_tokens: int, chosen: int, *sizes: int) -> bool | None:
         tiles = choose_tiles(num_tokens, 32, *(sizes or (2880, 2880)), chosen)
-        return tiles and tiles[0].gathers
+        return tiles and tiles[0].experts > 0
 
     for sizes in ((1, 4), (8, 4), (4, 8, 128, 256)):
         assert gathers(*sizes) is False
@@ -393,6 +394,32 @@ def test_on_two_streams_at_once() -> None:
     torch.cuda.synchronize()
     for outs, right in zip(found, expected, strict=True):
         assert all(torch.equal(out, right) for out in outs)
+
+
+def test_of_many_tokens_the_output_is_not_made_beside_what_was_dispatched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three such tensors at once would be a third more than a large step needs."""
+    operands = random_operands(((0, 1),) * 9, 6, 336, 208)
+    x, chosen, *_ = operands
+    dispatched: list[weakref.ref[Tensor]] = []
+
+    def dispatch_fp8(*_: object, **__: object) -> tuple[Tensor, ...]:
+        parts = tuple(torch.zeros(1) for _ in range(4))
+        dispatched.extend(map(weakref.ref, parts[:2]))
+        return parts
+
+    def grouped_swiglu_fp8(*_: object, **__: object) -> tuple[Tensor, Tensor]:
+        return torch.zeros(1), torch.zeros(1)
+
+    def grouped_linear_fp8(*_: object) -> Tensor:
+        assert [each() for each in dispatched] == [None, None]
+        return torch.zeros(len(x) * chosen.shape[1])
+
+    for each in (dispatch_fp8, grouped_swiglu_fp8, grouped_linear_fp8):
+        monkeypatch.setattr(f"gptoss_kernels.cuda.experts_fp8.{each.__name__}", each)
+    out, _ = experts_fp8(*operands, **SWIGLU)
+    assert len(out) == 18
 
 
 # ---- bad input ---------------------------------------------------------------------------------

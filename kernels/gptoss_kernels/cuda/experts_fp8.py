@@ -70,6 +70,7 @@ def experts_fp8(
     values, scale, expert_start, rows = dispatch_fp8(x, chosen, len(w13), ahead=ahead)
     first = (expert_start, w13, w13_scale, w13_bias)
     inner = grouped_swiglu_fp8(values, scale, *first, alpha=alpha, limit=limit)
+    del values, scale  # The output needs the memory.
     return grouped_linear_fp8(*inner, expert_start, w2, w2_scale, w2_bias), rows
 
 
@@ -106,8 +107,8 @@ def few_tiles(x: Tensor, chosen: Tensor, w2: Tensor) -> FewExpertsTiles | None:
 class FewExpertsTile:
     """For which the kernel is compiled: K, N, and the experts of a token.
 
-    stages: slots of a block's ring, for 16 rows each. gathers: an entry's slots are for the next
-    choices of its expert, else for one of each token.
+    stages: slots of a block's ring, for 16 rows each. experts: at least as many as there are where
+    an entry's slots are for the next choices of its expert; 0: for one of each token.
     """
 
     k: int
@@ -115,7 +116,7 @@ class FewExpertsTile:
     chosen: int
     swiglu: bool
     stages: int
-    gathers: bool = False
+    experts: int = 0
 
     @property
     def groups(self) -> int:
@@ -139,8 +140,8 @@ class FewExpertsTile:
         """Of each stage rows and biases, the warps' sums and barriers; the tables of entries."""
         stage = 16 * (self.k + 4) + self.warps * _SLOTS * 20 * 4 + 16
         entries = 8 * MAXIMUM_CHOICES + 8
-        if self.gathers:
-            entries = (4 + _SLOTS) * MAXIMUM_GATHERED + 8 + 4 * MAXIMUM_EXPERTS
+        if self.experts:
+            entries = (4 + _SLOTS) * MAXIMUM_GATHERED + 8 + 4 * self.experts
         return self.stages * stage + entries
 
     @property
@@ -153,17 +154,17 @@ class FewExpertsTile:
             "WARPS": self.warps,
             "STAGES": self.stages,
             "SHARED_BYTES": self.shared_bytes,
-            "GATHERS": int(self.gathers),
-            "MAXIMUM_CHOICES": MAXIMUM_GATHERED if self.gathers else MAXIMUM_CHOICES,
-            "MAXIMUM_EXPERTS": MAXIMUM_EXPERTS,
+            "MAXIMUM_CHOICES": MAXIMUM_GATHERED if self.experts else MAXIMUM_CHOICES,
+            "EXPERTS": self.experts,
         }
         sizes = f"K={self.k} N={self.n} chosen={self.chosen} stages={self.stages}"
+        sizes += f" experts={self.experts}" if self.experts else ""
         return runtime.KernelSpec(
             "experts_fp8_few",
             files=("mma.cuh", "experts_fp8_few.cu"),
             defines=tuple(defines.items()),
             shared_bytes=self.shared_bytes,
-            variant=sizes + " gathers" * self.gathers + " swiglu" * self.swiglu,
+            variant=sizes + " swiglu" * self.swiglu,
         )
 
     @property
@@ -184,8 +185,9 @@ def choose_tiles(
     if not (0 < num_choices <= MAXIMUM_GATHERED and num_experts <= MAXIMUM_EXPERTS):
         return None
     gathers = num_tokens > MAXIMUM_TOKENS or num_choices > MAXIMUM_CHOICES
+    experts = -(-num_experts // 32) * 32 if gathers else 0
     stages = 4 if num_tokens == 1 else 3
-    tile = FewExpertsTile(hidden, 2 * inner, chosen, swiglu=True, stages=stages, gathers=gathers)
+    tile = FewExpertsTile(hidden, 2 * inner, chosen, swiglu=True, stages=stages, experts=experts)
     tiles = (tile, replace(tile, k=inner, n=hidden, swiglu=False))
     return tiles if all(tile.is_possible for tile in tiles) else None
 

@@ -5,8 +5,8 @@
 //     SWIGLU = 0: out = quantise(y) @ w[e]^T + b[e]
 //
 // An entry is an expert that any token chose, with slots for the choices: of up to 8 tokens a slot
-// for each token, so that what a block holds of x is the same for all entries. With GATHERS slots
-// are filled in the order of the choices, and an expert that more chose than an entry has slots has
+// for each token, so that what a block holds of x is the same for all entries. Of more, slots are
+// filled in the order of the choices, and an expert that more chose than an entry has slots has
 // several entries, one behind the other: its weights are read by several blocks at about one time.
 //
 // The rows of weight of all entries, in units of 8, are cut into as many equal ranges as there are
@@ -19,9 +19,11 @@
 // Each block finds the entries by itself. Of the second product it does so, and sends for its first
 // weights, before it waits for the first one to end.
 //
-// Defined by whoever compiles this: K, N, SWIGLU, CHOSEN, WARPS, STAGES, SHARED_BYTES, GATHERS,
-// MAXIMUM_CHOICES, and with GATHERS MAXIMUM_EXPERTS.
+// Defined by whoever compiles this: K, N, SWIGLU, CHOSEN, WARPS, STAGES, SHARED_BYTES,
+// MAXIMUM_CHOICES, EXPERTS (where choices are gathered at least their number, in a multiple of 32;
+// else 0).
 
+constexpr bool GATHERS = EXPERTS != 0;
 constexpr int SLOTS = 8;  // columns of the instruction
 constexpr int UNIT = 8;   // rows of weight
 constexpr int TILE_UNITS = 2;  // as many rows as the instruction multiplies
@@ -48,9 +50,9 @@ constexpr int SUMMED_OFFSET = FULL_OFFSET + STAGES * 8;
 constexpr int ENTRIES_OFFSET = SUMMED_OFFSET + STAGES * 8;
 constexpr int ENTRY_BYTES = GATHERS ? 4 + SLOTS : 8;
 constexpr int COUNT_OFFSET = ENTRIES_OFFSET + MAXIMUM_CHOICES * ENTRY_BYTES;
-constexpr int EXPERTS_OFFSET = COUNT_OFFSET + 8;  // with GATHERS, by expert
-static_assert(EXPERTS_OFFSET + GATHERS * MAXIMUM_EXPERTS * 4 <= SHARED_BYTES,
-              "the launch gives too little memory");
+constexpr int COUNTS_OFFSET = COUNT_OFFSET + 8;  // of choices, then of entries before, by expert
+static_assert(COUNTS_OFFSET + EXPERTS * 4 <= SHARED_BYTES, "the launch gives too little memory");
+static_assert(EXPERTS % 32 == 0, "lanes share experts");
 
 struct Arguments {
     const void* x;            // of tokens, bf16; of the second product y, a row for each choice, fp32
@@ -79,9 +81,9 @@ __device__ __forceinline__ void store_shared_byte(uint32_t address, int value) {
 
 // ---- who does what ----------------------------------------------------------------------------
 
-// In shared memory: the expert, and a bit for each choice, of which a token's first counts. With
-// GATHERS the expert and above it, each in 16 bits, how many choices there are for this entry and
-// those behind it; then the numbers of this one's in a byte each.
+// In shared memory: the expert, and a bit for each choice, of which a token's first counts. Where
+// choices are gathered the expert and above it, each in 16 bits, how many there are for this entry
+// and those behind it; then the numbers of this one's in a byte each.
 struct Entry {
     uint32_t address;
 
@@ -118,10 +120,11 @@ __device__ __forceinline__ int take_choice(const Arguments& arguments, int choic
     return is_expert ? static_cast<int>(number) : -1;
 }
 
-// By one warp, that of up to 8 tokens: fills the table of entries, in the order of their first
-// choices, and gives their number. An expert that a token chose again has an entry for that alone.
-__device__ __forceinline__ int find_tokens_entries(uint32_t shared, const Arguments& arguments,
-                                                   int lane) {
+// By one warp: fills the table of entries and gives their number.
+#if EXPERTS == 0
+// In the order of their first choices. An expert that a token chose again has an entry for that
+// alone.
+__device__ __forceinline__ int fill_entries(uint32_t shared, const Arguments& arguments, int lane) {
     const uint32_t before = (1u << lane) - 1;
     const int expert = take_choice(arguments, lane);
     const uint32_t same = __match_any_sync(ALL_LANES, expert);
@@ -136,37 +139,41 @@ __device__ __forceinline__ int find_tokens_entries(uint32_t shared, const Argume
     }
     return __popc(firsts);
 }
-
-// The same with GATHERS, in the order of the experts.
-__device__ __forceinline__ int find_choices_entries(uint32_t shared, const Arguments& arguments,
-                                                    int lane) {
-    constexpr int ROUNDS = MAXIMUM_CHOICES / 32;
+#else
+// In the order of the experts.
+__device__ __forceinline__ int fill_entries(uint32_t shared, const Arguments& arguments, int lane) {
+    constexpr int ROUNDS = MAXIMUM_CHOICES / 32, EACH = EXPERTS / 32;
     const int num_choices = arguments.num_tokens * CHOSEN;
-    const uint32_t experts = shared + EXPERTS_OFFSET;
+    const uint32_t counts = shared + COUNTS_OFFSET;
     int expert[ROUNDS], rank[ROUNDS];  // among the choices of one expert
+    uint32_t same[ROUNDS];
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) expert[i] = take_choice(arguments, i * 32 + lane);
-    for (int e = lane; e < arguments.num_experts; e += 32) store_shared(experts + e * 4, 0);
-    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) store_shared(counts + (i * 32 + lane) * 4, 0);
+#pragma unroll
+    for (int i = 0; i < ROUNDS; ++i) {
+        if (i * 32 < num_choices) same[i] = __match_any_sync(ALL_LANES, expert[i]);
+    }
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
         if (i * 32 >= num_choices) break;
-        const uint32_t same = __match_any_sync(ALL_LANES, expert[i]);
-        const uint32_t count = experts + max(expert[i], 0) * 4;
+        __syncwarp();
+        const uint32_t count = counts + max(expert[i], 0) * 4;
         const int earlier = load_shared_int(count);
-        rank[i] = earlier + __popc(same & ((1u << lane) - 1));
+        rank[i] = earlier + __popc(same[i] & ((1u << lane) - 1));
         __syncwarp();
-        if (expert[i] >= 0 && lane == __ffs(same) - 1)
-            store_shared(count, earlier + __popc(same));
-        __syncwarp();
+        if (expert[i] >= 0 && lane == __ffs(same[i]) - 1)
+            store_shared(count, earlier + __popc(same[i]));
     }
-    // A lane has some successive experts: counts become the first entries.
-    const int share = (arguments.num_experts + 31) / 32;
-    const int first = min(lane * share, arguments.num_experts);
-    const int end = min(first + share, arguments.num_experts);
-    int own = 0;
-    for (int e = first; e < end; ++e)
-        own += (load_shared_int(experts + e * 4) + SLOTS - 1) / SLOTS;
+    __syncwarp();
+    // A lane has EACH successive experts: counts become the first entries.
+    int left[EACH], own = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        left[i] = load_shared_int(counts + (lane * EACH + i) * 4);
+        own += (left[i] + SLOTS - 1) / SLOTS;
+    }
     int before = own;
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
@@ -175,28 +182,25 @@ __device__ __forceinline__ int find_choices_entries(uint32_t shared, const Argum
     }
     const int total = __shfl_sync(ALL_LANES, before, 31);
     before -= own;
-    for (int e = first; e < end; ++e) {
-        int left = load_shared_int(experts + e * 4);
-        store_shared(experts + e * 4, before);
-        for (; left > 0; left -= SLOTS, ++before)
-            store_shared(Entry(shared, before).address, left << 16 | e);
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        store_shared(counts + (lane * EACH + i) * 4, before);
+        for (; left[i] > 0; left[i] -= SLOTS, ++before)
+            store_shared(Entry(shared, before).address, left[i] << 16 | (lane * EACH + i));
     }
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
         if (expert[i] < 0) continue;
-        const Entry entry(shared, load_shared_int(experts + expert[i] * 4) + rank[i] / SLOTS);
+        const Entry entry(shared, load_shared_int(counts + expert[i] * 4) + rank[i] / SLOTS);
         store_shared_byte(entry.address + 4 + rank[i] % SLOTS, i * 32 + lane);
     }
     return total;
 }
+#endif
 
 __device__ __forceinline__ int find_entries(uint32_t shared, const Arguments& arguments, int lane) {
-    int count;
-    if constexpr (GATHERS)
-        count = find_choices_entries(shared, arguments, lane);
-    else
-        count = find_tokens_entries(shared, arguments, lane);
+    const int count = fill_entries(shared, arguments, lane);
     if (lane == 0) store_shared(shared + COUNT_OFFSET, count);
     __syncwarp();
     return count;
