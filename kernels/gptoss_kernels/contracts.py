@@ -90,7 +90,8 @@ class Mixture(NamedTuple):
     """What each token's experts gave: sum_k weights[t, k] * outputs[rows[t, k]], not yet added up.
 
     outputs [R, H]; rows int32 [T, K]; weights [T, K] in outputs' dtype. Summed in fp32 in the order
-    of k, then added to what it is an update of, and rounded once.
+    of k, then added to what it is an update of, and rounded once. A weight of 0 adds nothing,
+    whatever lies in its row, or where it is none.
     """
 
     outputs: Tensor

@@ -102,6 +102,28 @@ def test_a_wrong_kernel_is_seen() -> None:
         assert not torch.equal(wrong, right)
 
 
+def with_another_ranks(
+    outputs: Tensor, rows: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of some choices the weight is 0 and the row none, or one in which nothing was written."""
+    outputs, rows, weights = outputs.clone(), rows.clone(), weights.clone()
+    outputs[rows[3, 1]] = torch.nan
+    weights[3, 1] = weights[5, 0] = weights[5, 2] = 0
+    rows[5, 0] = rows[5, 2] = -1
+    return outputs, rows, weights
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [40, 700])
+def test_a_weight_of_zero_adds_nothing(tokens: int) -> None:
+    given = with_another_ranks(*random_inputs(tokens, 320, 4))
+    expected = on_cpu(*given)
+    assert not bool(expected.isnan().any())
+    assert torch.equal(combine(*given, out=poisoned(tokens, 320)).cpu(), expected)
+    given[1][5, 2] = len(given[0])
+    assert torch.equal(combine(*given, out=poisoned(tokens, 320)).cpu(), expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("row", [-1, 160, 2**31 - 1])
 def test_a_row_that_is_none_makes_its_token_nan(row: int) -> None:

@@ -192,6 +192,23 @@ def test_combine(seed: int) -> None:
 
 
 @SEEDS
+def test_a_weight_of_zero_adds_nothing_whatever_lies_in_its_row(seed: int) -> None:
+    outputs, rows = normal(12, 320).bfloat16(), torch.arange(12).view(3, 4).int()
+    weights, residual = normal(3, 4).bfloat16(), normal(3, 320).bfloat16()
+    weights[0, 1:3] = weights[1] = 0
+    outputs[rows[0, 1]] = torch.nan
+    rows[0, 2], rows[1, 0], rows[2, 3] = -1, 12, -1
+    with emulated(seed):
+        out = combine(outputs, rows, weights, residual=residual)
+    known = rows.clone()
+    known[1, 0] = -1
+    expected = reference.combine(outputs, known, weights, residual=residual)
+    assert torch.equal(out[:2], expected[:2])
+    assert torch.equal(out[1], residual[1])
+    assert bool(out[2].isnan().all())
+
+
+@SEEDS
 @pytest.mark.parametrize("launches", [1, 3, 4])
 def test_dispatch(launches: Literal[1, 3, 4], seed: int) -> None:
     x, chosen = normal(9, 320).bfloat16(), normal(9, 8).topk(4).indices

@@ -329,6 +329,8 @@ def test_combine_is_the_reference(tokens: int, top: int, columns: int) -> None:
         assert tokens * top == 1 or norm_error(out, wrong.double()) > 1e-2
         rows[-1, 0] = len(outputs)
         assert bool(combine(outputs, rows, weights)[-1].isnan().all())
+        weights[-1, 0] = 0
+        assert not bool(combine(outputs, rows, weights).isnan().any())
 
 
 # --- linear_fp8, grouped_linear_fp8 ---

@@ -39,8 +39,9 @@ def combine(
 
     `outputs` [R, H] bf16, H a multiple of 16; `rows` int32 and `chosen_weights` bf16 [T, K], K up
     to 8, as dispatch_fp8 and route give them; `residual` [T, H] bf16 or None. A row outside
-    0 .. R - 1 is not read: its token becomes NaN. Raises ValueError on anything else but the values
-    of `rows`, which stay on the device, and runtime.CudaError where there is no Hopper GPU.
+    0 .. R - 1 is not read: its token becomes NaN, unless its weight is 0, which adds nothing.
+    Raises ValueError on anything else but the values of `rows`, which stay on the device, and
+    runtime.CudaError where there is no Hopper GPU.
     """
     if out is None:
         if outputs.dim() != 2 or rows.dim() != 2:  # all else is checked later

@@ -8,9 +8,10 @@ struct Mixture {
     long long stride;
 };
 
-// Of a token. A row that is none has a weight of NaN.
+// Of a token. A weight of 0 adds nothing, whatever lies in its row: another rank's expert may have
+// had it. With any other weight a row that is none is NaN.
 struct Choices {
-    int rows[CHOSEN];
+    int rows[CHOSEN];  // -1: nothing to read
     float weights[CHOSEN];
 
     // Past L1: a norm reads them before its wait.
@@ -20,8 +21,8 @@ struct Choices {
             const int row = __ldcg(mixture.rows + token * CHOSEN + k);
             const bool is_row = 0 <= row && row < mixture.num_rows;
             const float weight = low_bf16(__ldcg(mixture.weights + token * CHOSEN + k));
-            rows[k] = is_row ? row : 0;
-            weights[k] = is_row ? weight : __int_as_float(-1);
+            rows[k] = is_row && weight != 0 ? row : -1;
+            weights[k] = is_row || weight == 0 ? weight : __int_as_float(-1);
         }
     }
 };
@@ -33,7 +34,8 @@ __device__ __forceinline__ void mix(Row& sums, const Mixture& mixture, const Cho
     Row rows[CHOSEN];
 #pragma unroll
     for (int k = 0; k < CHOSEN; ++k)
-        rows[k].load(mixture.outputs + choices.rows[k] * mixture.stride, columns, place);
+        rows[k].load(mixture.outputs + choices.rows[k] * mixture.stride,
+                     choices.rows[k] >= 0 ? columns : 0, place);
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
 #pragma unroll

@@ -259,7 +259,15 @@ __device__ __forceinline__ void begin_slot(Row& own, long long slot, const Excha
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+// Where a row of each of several peers is in registers, the compiler would rather spill some than
+// have one block in a multiprocessor.
+#if RANKS > 2 || TWO_SHOT
+#define BOUNDS THREADS, 1
+#else
+#define BOUNDS THREADS
+#endif
+
+extern "C" __global__ void __launch_bounds__(BOUNDS)
     reduction(const __grid_constant__ Arguments arguments) {
     __shared__ float shared[2][CHUNKS][32];
     const Place place;

@@ -31,8 +31,8 @@ def combine(
 
     `outputs` [R, H] bf16, H a multiple of 16; `rows` int32 and `chosen_weights` bf16 [T, K], as
     dispatch_fp8 and route give them; `residual` [T, H] bf16 or None. A row outside 0 .. R - 1 is
-    not read: its token becomes NaN. Raises ValueError on anything else but the values of `rows`,
-    which stay on the device.
+    not read: its token becomes NaN, unless its weight is 0, which adds nothing. Raises ValueError
+    on anything else but the values of `rows`, which stay on the device.
     """
     contracts.check_combine_inputs(outputs, rows, chosen_weights, residual)
     (num_tokens, num_chosen), (num_rows, columns) = rows.shape, outputs.shape
@@ -78,11 +78,11 @@ def _combine_token(
     for k in tl.static_range(CHOSEN):
         row = tl.load(rows + token * CHOSEN + k)
         weight = tl.load(chosen_weights + token * CHOSEN + k).to(tl.float32)
-        readable = inside & (row >= 0) & (row < num_rows)
+        readable = inside & (row >= 0) & (row < num_rows) & (weight != 0)
         part = tl.load(
             outputs + row.to(tl.int64) * outputs_pitch + columns, mask=readable, other=float("nan")
         )
-        total += part.to(tl.float32) * weight
+        total += tl.where(weight == 0, 0.0, part.to(tl.float32) * weight)
     if residual is not None:
         total += tl.load(residual + token * residual_pitch + columns, mask=inside).to(tl.float32)
     tl.store(out + token * out_pitch + columns, total.to(tl.bfloat16), mask=inside)
