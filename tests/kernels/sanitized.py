@@ -64,6 +64,7 @@ from gptoss_kernels.cuda.grouped_swiglu_fp8 import grouped_swiglu_fp8
 from gptoss_kernels.cuda.linear import MAXIMUM_ROWS, RowsTile, linear
 from gptoss_kernels.cuda.linear_fp8 import LinearTile, linear_fp8
 from gptoss_kernels.cuda.linear_fp8_few import FewTile, choose_few_tile
+from gptoss_kernels.cuda.linear_fp8_rows import ManyRowsTile
 from gptoss_kernels.cuda.norm_route import RouteTile, choice_spec, norm_route
 from gptoss_kernels.cuda.quantise import quantise
 from gptoss_kernels.cuda.quantise import spec as quantise_spec
@@ -438,6 +439,22 @@ def linear_rows_calls() -> Iterator[Call]:
             n = 8 * (NUM_BLOCKS * (tile.stages + 2) - 9)
             for m in (tokens - 7, tokens - 1):
                 yield Call((tile.spec,), partial(error, m, n, k))
+
+
+def linear_many_rows_calls() -> Iterator[Call]:
+    """Likewise."""
+
+    def error(tile: ManyRowsTile, m: int, n: int) -> float:
+        *inputs, _ = product_inputs(m, n, tile.k, BLOCK, ())
+        out = linear_fp8(*on_gpu(*inputs), out=empty_bf16(m, n), tile=tile)
+        return norm_error(out, reference.linear_fp8(*inputs))
+
+    for k in sorted({model.hidden for model in SERVED_MODELS.values()}):
+        for tokens in (8, 16):
+            tile = ManyRowsTile(k, tokens)
+            n = 16 * (NUM_BLOCKS * (tile.stages + 2) - 9)
+            for m in (tokens - 7, tokens - 1):
+                yield Call((tile.spec,), partial(error, tile, m, n))
 
 
 def linear_few_calls() -> Iterator[Call]:
@@ -845,6 +862,7 @@ OPERATORS: dict[str, Callable[[], Iterable[Call]]] = {
     "linear_fp8": partial(linear_calls, LinearTile),
     f"linear_fp8{TWIN}": partial(linear_calls, LinearWhereBothWait),
     "linear_fp8_few": linear_few_calls,
+    "linear_fp8_rows": linear_many_rows_calls,
     "linear": linear_rows_calls,
     "grouped_swiglu_fp8": swiglu_calls,
     "grouped_linear_fp8": grouped_linear_calls,

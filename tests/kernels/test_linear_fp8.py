@@ -53,13 +53,15 @@ def float64(x, x_scale, weight, weight_scale, bias):
     return (x.double() * x_scale) @ (weight.double() * weight_scale).t() + bias.double()
 
 
-def random_inputs(m: int, n: int, k: int, seed: int = 0) -> list[torch.Tensor]:
-    generator = torch.Generator(device="cuda").manual_seed(seed)
+def random_inputs(
+    m: int, n: int, k: int, seed: int = 0, device: str = "cuda"
+) -> list[torch.Tensor]:
+    generator = torch.Generator(device=device).manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, device="cuda", generator=generator)
+        return torch.randn(shape, device=device, generator=generator)
 
-    x_scale = empty_scale(m, k, "cuda")
+    x_scale = empty_scale(m, k, device)
     x_scale.copy_(normal(*x_scale.shape).exp() / 64)
     weight_scale = normal(-(-n // 128), -(-k // 128)).exp() / 64
     x = (normal(m, k) * 64).clamp(-448, 448).to(torch.float8_e4m3fn)
@@ -67,12 +69,13 @@ def random_inputs(m: int, n: int, k: int, seed: int = 0) -> list[torch.Tensor]:
     # As large as the product, so that a missing bias cannot hide.
     bias = normal(n) * 8 * k**0.5
     # Weight, its scale and bias must not come from the kernel just before an operator.
-    torch.cuda.synchronize()
+    if device == "cuda":
+        torch.cuda.synchronize()
     return [x, x_scale, weight, weight_scale, bias]
 
 
-def poisoned(m: int, n: int) -> torch.Tensor:
-    return torch.full((m, n), torch.nan, device="cuda", dtype=torch.bfloat16)
+def poisoned(m: int, n: int, device: str = "cuda") -> torch.Tensor:
+    return torch.full((m, n), torch.nan, device=device, dtype=torch.bfloat16)
 
 
 @pytest.mark.gpu

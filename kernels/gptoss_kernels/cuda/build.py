@@ -85,7 +85,7 @@ def served_kernels() -> tuple[KernelSpec, ...]:
 
 def _dense(model: ModelSizes) -> Iterator[KernelSpec]:
     from gptoss_kernels.cuda import linear
-    from gptoss_kernels.cuda.linear_fp8 import MAXIMUM_QUANTISED_ROWS, choose
+    from gptoss_kernels.cuda.linear_fp8 import MAXIMUM_QUANTISED_ROWS, choose, choose_plain
     from gptoss_kernels.cuda.linear_fp8_few import FewTile
 
     shapes = ((model.qkv, model.hidden), (model.hidden, model.attention))
@@ -96,10 +96,13 @@ def _dense(model: ModelSizes) -> Iterator[KernelSpec]:
     quantising = {replace(tile, quantises=True) for tile in few if tile.k == model.attention}
     for tile, has_residual in product(tiles | quantising, (False, True)):
         yield replace(tile, has_residual=has_residual).spec
+    head = (model.vocabulary, model.hidden)
     for tokens in range(1, linear.MAXIMUM_ROWS + 1):
-        rows_tile = linear.choose_tile(tokens, model.vocabulary, model.hidden)
+        rows_tile = linear.choose_tile(tokens, *head)
         assert rows_tile is not None
         yield rows_tile.spec
+    for tokens, num_blocks in product(_NUM_TOKENS, _NUM_BLOCKS):  # in FP8
+        yield choose_plain(tokens, *head, num_blocks).spec
 
 
 def _grouped(model: ModelSizes) -> Iterator[KernelSpec]:

@@ -2,8 +2,8 @@
 
 FP8 (e4m3) in, bf16 out, sums in fp32, scales per 1 x 128 of `x` and per 128 x 128 of `weight`.
 2MNK operations over MK + NK + 2MN bytes: bound by the tensor cores above some 300 rows, by reading
-the weights below. The kernel is linear_fp8.cu, of few rows linear_fp8_few.cu; here are their
-contract, and the choice of tile.
+the weights below. The kernel is linear_fp8.cu, of few rows linear_fp8_few.cu, and of few by very
+many (lm_head) linear_fp8_rows.cu; here are their contract, and the choice of tile.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from gptoss_kernels import contracts
-from gptoss_kernels.cuda import linear_fp8_few, runtime
+from gptoss_kernels.cuda import linear_fp8_few, linear_fp8_rows, runtime
 from gptoss_kernels.cuda.gemm_fp8 import Arguments, Tile, kernel, launch
 from gptoss_kernels.cuda.linear_fp8_few import FewTile, choose_few_tile
+from gptoss_kernels.cuda.linear_fp8_rows import ManyRowsTile, choose_many_rows_tile
 from gptoss_kernels.cuda.quantise import quantise
 from gptoss_kernels.fp8 import BLOCK
 
@@ -31,7 +32,7 @@ def linear_fp8(
     *,
     residual: Tensor | None = None,
     out: Tensor | None = None,
-    tile: LinearTile | FewTile | None = None,
+    tile: LinearTile | FewTile | ManyRowsTile | None = None,
 ) -> Tensor:
     """The product in bf16 [M, N], written to `out` if it is given.
 
@@ -179,6 +180,11 @@ def choose(m: int, n: int, k: int, num_blocks: int) -> LinearTile | FewTile:
     return choose_few_tile(m, n, k, num_blocks) or choose_tile(m, n, k, num_blocks)
 
 
+def choose_plain(m: int, n: int, k: int, num_blocks: int) -> LinearTile | FewTile | ManyRowsTile:
+    """Likewise without bias and residual, of a weight whose rows follow each other."""
+    return choose_many_rows_tile(m, n, k, num_blocks) or choose(m, n, k, num_blocks)
+
+
 def _num_blocks(device: int | None) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -208,13 +214,19 @@ def _prepare(
     bias: Tensor | None,
     residual: Tensor | None,
     out: Tensor,
-    tile: LinearTile | FewTile | None,
+    tile: LinearTile | FewTile | ManyRowsTile | None,
 ) -> runtime.Launch:
     _check(x, x_scale, weight, weight_scale, bias, residual, out)
     (m, k), n = x.shape, weight.shape[0]
     device = x.device.index
     num_blocks = _num_blocks(device)
-    tile = tile or choose(m, n, k, num_blocks)
+    is_plain = bias is None and residual is None and weight.is_contiguous()
+    tile = tile or (choose_plain if is_plain else choose)(m, n, k, num_blocks)
+    if isinstance(tile, ManyRowsTile):
+        if not is_plain or x_scale is None:
+            raise ValueError(f"{tile} is for neither bias nor residual, and adjacent rows")
+        operands = (x, x_scale, weight, weight_scale, out)
+        return linear_fp8_rows.prepare(tile, *operands, num_blocks)
     if isinstance(tile, FewTile):
         tile = replace(tile, has_residual=residual is not None)
         return linear_fp8_few.prepare(tile, x, x_scale, weight, weight_scale, bias, residual, out)
