@@ -14,7 +14,7 @@ from gptoss_engine.config import InvalidConfig
 
 _PROGRAM = (
     "import sys; sys.path[:] = sys.argv[3:]; "
-    "from importlib import import_module; import_module(sys.argv[1]).run(int(sys.argv[2]))"
+    "from importlib import import_module; import_module(sys.argv[2]).run(int(sys.argv[1]))"
 )
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ def start_child(
     with theirs:
         try:
             process = subprocess.Popen(
-                [python(), "-c", _PROGRAM, module, str(theirs.fileno()), *sys.path],
+                [python(), "-c", _PROGRAM, str(theirs.fileno()), module, *sys.path],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, **(environment or {})},
@@ -70,6 +70,6 @@ def python() -> str:
         if path.is_file():
             return str(path)
     raise InvalidConfig(
-        f"there is no {version} in {folder} to run the engine's processes in: engine_process must "
-        "be off, tp and dp 1"
+        f"engine_process must be off, and tp and dp 1: there is no {version} in {folder} to run "
+        "the engine's processes in"
     )

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, BinaryIO
 
+from gptoss_engine.children import sendable
 from gptoss_engine.engine import EngineLoop, keep_for_good
 from gptoss_engine.messages import (
     LOG_FORMAT,
@@ -124,7 +125,7 @@ class _Child:
             self._loop = EngineLoop(engine, self._delivering)
         except Exception as error:
             log.exception("the engine cannot be loaded")
-            refusal = _sendable(error)
+            refusal = sendable(error)
             self._outbox.put(lambda: refusal)
         else:
             self._outbox.put(lambda: Ready(self._loop.stats))
@@ -198,12 +199,3 @@ class _Child:
 
 def _start(function: Callable[[], Any]) -> None:
     threading.Thread(target=function, daemon=True).start()
-
-
-def _sendable(error: Exception) -> Exception:
-    """The same exception if the parent can read it, else its words."""
-    try:
-        return pickle.loads(pickle.dumps(error))
-    except Exception:
-        log.exception("the error cannot be sent as it is")
-        return RuntimeError(f"{type(error).__name__}: {error}")

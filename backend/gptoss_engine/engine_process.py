@@ -8,20 +8,17 @@ is loaded here.
 import itertools
 import logging
 import pickle
-import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from gptoss_engine.config import EngineConfig, InvalidConfig, has_gpu
+from gptoss_engine.children import how_it_ended, start_child
+from gptoss_engine.config import EngineConfig, has_gpu
 from gptoss_engine.messages import (
     PICKLE_PROTOCOL,
     Abort,
@@ -42,10 +39,6 @@ from gptoss_engine.types import (
 )
 
 LOADER = "gptoss_engine.engine:load_engine"
-_PROGRAM = (
-    "import sys; sys.path[:] = sys.argv[2:]; "
-    "from gptoss_engine.engine_child import run; run(int(sys.argv[1]))"
-)
 _STOP_SECONDS = 10.0
 _REAP_SECONDS = 1.0
 
@@ -72,7 +65,7 @@ class EngineProcess:
     Each generation gets its chunks in order and exactly one final chunk, whatever happens to the
     child, all from one thread; no step waits for the callbacks. They may abort, but not submit.
     `delivering` is entered around the callbacks of each step. loader: "module:function", which
-    makes the child's Engine.
+    makes the child's Engine. environment: variables that the child has beside this process's.
 
     What EngineLoop's loading raises, this raises too, in the same words.
     """
@@ -83,6 +76,7 @@ class EngineProcess:
         delivering: Callable[[], AbstractContextManager[Any]] = nullcontext,
         *,
         loader: str = LOADER,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self._delivering = delivering
         self._numbers = itertools.count()
@@ -94,14 +88,7 @@ class EngineProcess:
         self._is_broken = False
         self._is_stopping = False
         self._ended = ""
-        python = _python()
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [python, "-c", _PROGRAM, str(theirs.fileno()), *sys.path],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-            )
+        self._process, self._socket = start_child("gptoss_engine.engine_child", environment)
         self._reports = self._socket.makefile("rb")
         try:
             self._stats = self._start(Start(config, loader))
@@ -304,13 +291,7 @@ class EngineProcess:
         self._reap()
 
     def _how_it_ended(self) -> str:
-        try:
-            code = self._process.wait(_REAP_SECONDS)
-        except subprocess.TimeoutExpired:
-            return "its process closed the connection"
-        if code < 0:
-            return f"its process was killed by signal {-code} ({signal.strsignal(-code)})"
-        return f"its process ended with exit code {code}"
+        return f"its process {how_it_ended(self._process, _REAP_SECONDS)}"
 
     def _reap(self) -> None:
         self._process.kill()
@@ -335,15 +316,3 @@ def _ended(stats: EngineStats, reason: FinishReason, num_cut: int) -> EngineStat
 
 def _pickled(command: object) -> bytes:
     return pickle.dumps(command, PICKLE_PROTOCOL)
-
-
-def _python() -> str:
-    """The interpreter of this process; sys.executable may be what embeds it, as the server does."""
-    folder = Path(sys.prefix) / "bin"
-    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    for path in (folder / version, folder / "python3", Path(sys.executable)):
-        if path.is_file():
-            return str(path)
-    raise InvalidConfig(
-        f"engine_process must be off: there is no {version} in {folder} to run the engine in"
-    )

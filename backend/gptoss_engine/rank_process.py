@@ -15,6 +15,7 @@ from typing import BinaryIO
 import torch
 
 from gptoss_engine.children import sendable
+from gptoss_engine.engine import keep_for_good
 from gptoss_engine.messages import LOG_FORMAT, PICKLE_PROTOCOL
 from gptoss_engine.parallel import Built, Join, Loaded, Peers, Start, end_with
 from gptoss_engine.runner import load_rank
@@ -37,6 +38,7 @@ def run(descriptor: int) -> None:
         start = pickle.load(words)
         torch.set_num_threads(start.num_threads)
         runner = load_rank(start.config, _Follower(start, connection, words))
+        keep_for_good()
         _send(connection, Built(runner.pages))
         while True:
             runner.follow(pickle.load(words))

@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 import pytest
 
+from gptoss_engine import children, engine_process
 from gptoss_engine import config as config_module
-from gptoss_engine import engine_process
 from gptoss_engine.config import EngineConfig, InvalidConfig
 from gptoss_engine.engine_child import Outbox
 from gptoss_engine.engine_process import EngineProcess, is_apart
@@ -296,7 +296,7 @@ def test_who_does_not_wait_for_an_admission_is_told_of_it_before_the_first_chunk
 
 
 def test_admissions_wait_for_no_word_of_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_process, "_PROGRAM", _ANSWERS_LATE)
+    monkeypatch.setattr(children, "_PROGRAM", _ANSWERS_LATE)
     with running() as engine:
         client = Client()
         one, two = (engine.admission(request(name), client) for name in "ab")
@@ -382,7 +382,7 @@ def test_the_outbox_waits_for_no_reader_and_keeps_the_order() -> None:
 
 _ANSWERS_LATE = f"""
 import os, pickle, socket, sys
-sys.path[:] = sys.argv[2:]
+sys.path[:] = sys.argv[3:]
 from gptoss_engine.messages import Ready, Report
 from {ENGINES} import load
 connection = socket.socket(fileno=int(sys.argv[1]))
@@ -400,7 +400,7 @@ os._exit(5)
 def test_who_has_a_chunk_was_admitted_and_who_has_none_was_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine_process, "_PROGRAM", _ANSWERS_LATE)
+    monkeypatch.setattr(children, "_PROGRAM", _ANSWERS_LATE)
     with running() as engine:
         client = submit(engine, "a")
         assert client.next().token_ids == (7,)
@@ -514,7 +514,7 @@ def test_what_cannot_be_loaded_is_said_here(
         started.append(sound(*args, **kwargs))
         return started[-1]
 
-    monkeypatch.setattr(engine_process.subprocess, "Popen", popen)
+    monkeypatch.setattr(children.subprocess, "Popen", popen)
     with pytest.raises(kind) as refusal, running(loader):
         pytest.fail("it was loaded")
     assert type(refusal.value) is kind
@@ -649,17 +649,3 @@ def test_where_the_engine_lives(
     assert is_apart(EngineConfig(engine_process=key, device=device)) == expected
     if key == "auto":
         assert is_apart(EngineConfig(device=device)) == expected, "it is the default"
-
-
-def test_the_interpreter_is_found_beside_its_prefix(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    monkeypatch.setattr(sys, "executable", "")
-    with pytest.raises(InvalidConfig, match="engine_process must be off: there is no python3"):
-        EngineProcess(CONFIG)
-    (tmp_path / "bin").mkdir()
-    for name in ("python3", f"python3.{sys.version_info.minor}"):
-        path = tmp_path / "bin" / name
-        path.touch()
-        assert engine_process._python() == str(path)
