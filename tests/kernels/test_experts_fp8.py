@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -144,9 +145,10 @@ def named(choices: tuple[tuple[int, ...], ...]) -> str:
     return f"{len(choices)}x{len(choices[0])}-{choices[-1]}"
 
 
-def few(operands: Operands) -> Tensor:
+def few(operands: Operands, ahead: int = 0) -> Tensor:
     """A row for each choice, NaN of what is no expert."""
-    out, rows = experts_fp8_few(tiles_of(operands), *operands, **SWIGLU)
+    first, second = (replace(tile, ahead=ahead) for tile in tiles_of(operands))
+    out, rows = experts_fp8_few((first, second), *operands, **SWIGLU)
     is_none = are_no_experts(operands)
     numbers = torch.arange(len(out), device=out.device)
     assert torch.equal(rows.flatten(), numbers.masked_fill(is_none, -1).int())
@@ -176,6 +178,19 @@ def test_emulated(choices, num_experts: int, hidden: int, inner: int, early) -> 
         assert error_of(out, expected) < BOUND
 
 
+@pytest.mark.parametrize(("num_experts", "hidden", "inner"), SHAPES)
+def test_nothing_beyond_the_weights_is_fetched(
+    num_experts: int, hidden: int, inner: int, early
+) -> None:
+    operands = random_operands(((0, num_experts - 1),), num_experts, hidden, inner)
+    expected = expected_rows(operands)
+    operands = [guarded(operand) for operand in operands]
+    early(operands)
+    for num_blocks in (1, 132):
+        with emulated(num_multiprocessors=num_blocks):
+            assert error_of(few(operands, ahead=5), expected) < BOUND
+
+
 def test_a_token_is_the_same_alone_and_an_expert_chosen_twice_is_the_same_twice() -> None:
     choices = ((1, 3), (3, 3), (4, 1))
     operands = random_operands(choices, 6, 336, 208)
@@ -199,7 +214,7 @@ def test_a_nan_in_a_token_is_that_tokens_alone() -> None:
 
 
 WRONG = (
-    ("if constexpr (SWIGLU) wait_for_previous_kernels();", ""),
+    ("fetch_likely();\n            wait_for_previous_kernels();", ""),
     ("wait_for_previous_kernels();\n            if constexpr (!G", "if constexpr (!G"),
     ("if constexpr (!SWIGLU) wait_for_previous_kernels();\n        const", "const"),
     ("if (has_others) load_scales(scales, after);", ""),

@@ -107,7 +107,8 @@ def few_tiles(x: Tensor, chosen: Tensor, w2: Tensor) -> FewExpertsTiles | None:
 class FewExpertsTile:
     """For which the kernel is compiled: K, N, and the experts of a token.
 
-    stages: slots of a block's ring, for 16 rows each. experts: at least as many as there are where
+    stages: slots of a block's ring, for 16 rows each. ahead: so many more times 16 rows a block has
+    come into L2 before it waits for the kernel before. experts: at least as many as there are where
     an entry's slots are for the next choices of its expert; 0: for one of each token.
     """
 
@@ -117,6 +118,7 @@ class FewExpertsTile:
     swiglu: bool
     stages: int
     experts: int = 0
+    ahead: int = 0
 
     @property
     def groups(self) -> int:
@@ -156,9 +158,11 @@ class FewExpertsTile:
             "SHARED_BYTES": self.shared_bytes,
             "MAXIMUM_CHOICES": MAXIMUM_GATHERED if self.experts else MAXIMUM_CHOICES,
             "EXPERTS": self.experts,
+            "AHEAD": self.ahead,
         }
         sizes = f"K={self.k} N={self.n} chosen={self.chosen} stages={self.stages}"
-        sizes += f" experts={self.experts}" if self.experts else ""
+        for name in ("experts", "ahead"):
+            sizes += f" {name}={getattr(self, name)}" if getattr(self, name) else ""
         return runtime.KernelSpec(
             "experts_fp8_few",
             files=("mma.cuh", "experts_fp8_few.cu"),
