@@ -23,6 +23,7 @@ from attention_cases import (
     rounded_queries,
     without_decodes,
 )
+from reduction_cases import added
 from sampling_cases import mixed_rows, spread_logits
 from torch import Tensor
 
@@ -68,6 +69,9 @@ from gptoss_kernels.cuda.linear_fp8_rows import ManyRowsTile
 from gptoss_kernels.cuda.norm_route import RouteTile, choice_spec, norm_route
 from gptoss_kernels.cuda.quantise import quantise
 from gptoss_kernels.cuda.quantise import spec as quantise_spec
+from gptoss_kernels.cuda.reduction import Reduction, Room, empty_memory
+from gptoss_kernels.cuda.reduction import choose_layout as choose_reduction_layout
+from gptoss_kernels.cuda.reduction import spec as reduction_spec
 from gptoss_kernels.cuda.rms_norm_fp8 import rms_norm, rms_norm_fp8
 from gptoss_kernels.cuda.rms_norm_fp8 import spec as rms_norm_spec
 from gptoss_kernels.cuda.rows import RowLayout, choose_layout
@@ -198,6 +202,64 @@ def rms_norm_calls(*, is_fp8: bool) -> Iterator[Call]:
         for layout, rows in product(layouts_of(columns), ROWS):
             spec = rms_norm_spec(layout, is_fp8=is_fp8, num_chosen=num_chosen or 0)
             yield Call((spec,), partial(error, rows, columns, layout, num_chosen))
+
+
+def reduction_calls() -> Iterator[Call]:
+    """One rank by itself: what the others would send lies in its inbox before.
+
+    A sanitizer may let no two kernels run at once, so none may wait for another.
+    """
+
+    def error(
+        columns: int, layout: RowLayout, ranks: int, two_shot: bool, num_chosen: int, is_fp8: bool
+    ) -> float:
+        rank, tokens, blocks = 1, 37, 3
+        room = Room.of(ranks, columns, 64, one_shot=0 if two_shot else 64)
+        memory = [empty_memory(room, DEVICE) for _ in range(ranks)]
+        others = [torch.randn(tokens, columns).bfloat16() for _ in range(ranks - 1)]
+        if num_chosen:
+            own = mixture_of(tokens, columns, num_chosen)
+            update = Mixture(*on_gpu(*own))
+        else:
+            own = torch.randn(tokens, columns).bfloat16()
+            (update,) = on_gpu(own)
+        hidden, weight = torch.randn(tokens, columns).bfloat16(), torch.rand(columns) + 0.5
+        expected = added(hidden, [*others[:rank], own, *others[rank:]])
+
+        shape = (2, room.slots[two_shot], 1 + two_shot, ranks - 1, columns)
+        inbox = torch.full(shape, -1, dtype=torch.int16).view(torch.bfloat16)
+        for part, (sender, sent) in enumerate(
+            zip((r for r in range(ranks) if r != rank), others, strict=True)
+        ):
+            for row in range(tokens):
+                slot, adds_up = divmod(row, ranks) if two_shot else (row, rank)
+                if adds_up == rank:
+                    inbox[0, slot, 0, part] = sent[row]
+                elif adds_up == sender:
+                    inbox[0, slot, 1, part] = expected[row]
+        memory[rank].view(torch.bfloat16)[: inbox.numel()] = on_gpu(inbox.flatten())[0]
+        addresses = [each.data_ptr() for each in memory]
+        reduction = Reduction(
+            *(rank, room, addresses, memory[rank]), limit=10.0, num_blocks=blocks, layout=layout
+        )
+        gpu_hidden, gpu_weight = on_gpu(hidden, weight)
+        if not is_fp8:
+            return norm_error(reduction.add(gpu_hidden, update), expected)
+        out = empty_fp8(tokens, columns)
+        reduction.rms_norm_fp8(gpu_hidden, gpu_weight, 1e-5, update, out=out)
+        wanted = reference.rms_norm_fp8(expected, weight, 1e-5)
+        return max(norm_error(gpu_hidden, expected), fp8_error(out, wanted))
+
+    forms = {(m.hidden, k, False) for m in SERVED_MODELS.values() for k in (0, 1)}
+    forms |= {(m.hidden, m.experts_per_token, False) for m in SERVED_MODELS.values()}
+    forms |= {(columns, k, True) for columns, k in MIXTURES}
+    for (columns, num_chosen, is_fp8), ranks in product(sorted(forms), (2, 4, 8)):
+        layouts = dict.fromkeys(choose_reduction_layout(n, columns, ranks) for n in FEW_AND_MANY)
+        for layout, two_shot in product(layouts, (False,) if ranks == 2 else (False, True)):
+            kind = {"num_chosen": num_chosen, "has_norm": is_fp8, "is_fp8": is_fp8}
+            kernel = reduction_spec(layout, ranks, two_shot=two_shot, **kind)
+            given = (columns, layout, ranks, two_shot, num_chosen, is_fp8)
+            yield Call((kernel,), partial(error, *given))
 
 
 def dispatch_calls() -> Iterator[Call]:
@@ -876,6 +938,7 @@ OPERATORS: dict[str, Callable[[], Iterable[Call]]] = {
     "quantise": quantise_calls,
     "rms_norm": partial(rms_norm_calls, is_fp8=False),
     "rms_norm_fp8": partial(rms_norm_calls, is_fp8=True),
+    "reduction": reduction_calls,
     "combine": combine_calls,
     "select_rows": select_calls,
     "norm_route": route_calls,

@@ -368,9 +368,14 @@ def test_processes_on_one_gpu(tmp_path: Path) -> None:
     assert run_processes(2, "all_forms", tmp_path, one_gpu=True) == ["", ""]
 
 
-@pytest.mark.gpu
-def test_a_dead_process_is_waited_for_no_longer_than_the_limit(tmp_path: Path) -> None:
-    said, last = run_processes(2, "dead_peer", tmp_path, one_gpu=True)
+@pytest.mark.parametrize(
+    "one_gpu",
+    [pytest.param(True, marks=pytest.mark.gpu), pytest.param(False, marks=pytest.mark.gpu2)],
+)
+def test_a_dead_process_is_waited_for_no_longer_than_the_limit(
+    one_gpu: bool, tmp_path: Path
+) -> None:
+    said, last = run_processes(2, "dead_peer", tmp_path, one_gpu=one_gpu)
     assert last == "dead"
     assert "rank 0 of 2 waited 0.5 s for row" in said
     assert "of rank 1" in said
