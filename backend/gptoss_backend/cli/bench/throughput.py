@@ -50,9 +50,10 @@ def throughput(
             f"a request of {input_len} + {output_len} tokens does not fit: {reason}"
         )
     vocab_size = engine.runner.model_config.vocab_size
-    # Compiles and allocates what prompts and full batches need.
+    # Two steps of prompts: as many sequences as can run at once would take long where prompts are.
     warm_up = Requests(vocab_size, seed, temperature)
-    num_warm = min(num_requests, config.max_num_seqs)
+    num_warm = -(-2 * config.max_num_batched_tokens // input_len)
+    num_warm = min(num_requests, config.max_num_seqs, num_warm)
     for _ in range(num_warm):
         engine.add(warm_up.make(input_len, max_tokens=min(output_len, _WARM_UP_TOKENS)))
     finish(engine, num_warm)
