@@ -1,4 +1,4 @@
-"""Steps on a GPU: launched without waiting for it, decodes as CUDA graphs.
+"""Steps on a GPU: launched without waiting for it, those of few rows as CUDA graphs.
 
 Nothing here reads what a step computed, or copies to or from memory that is not pinned: while a
 step runs, the next one is enqueued behind it. All that a step reads and writes is on one stream, in
@@ -18,7 +18,15 @@ from torch import Tensor
 
 from gptoss_engine.batch import DueRows, Inputs, PageGroup, leading_decodes
 from gptoss_engine.config import EngineConfig
-from gptoss_engine.graphs import Capture, DecodeGraphs, Outputs, graph_sizes
+from gptoss_engine.graphs import (
+    MAXIMUM_PREFILL_ROWS,
+    Capture,
+    GraphShape,
+    Outputs,
+    StepGraphs,
+    graph_sizes,
+    prefill_sizes,
+)
 from gptoss_engine.kv_cache import KVCache
 from gptoss_engine.model import GptOss
 from gptoss_engine.progress import tracked
@@ -42,8 +50,8 @@ from gptoss_kernels.ops import (
 
 log = logging.getLogger(__name__)
 
-# Of a graph, for each of its rows: a token id, and a page of each group; stop tokens that are
-# masked. A step that brings more runs without a graph.
+# Of a graph, for each of its decodes: a token id, and a page of each group; stop tokens that are
+# masked, after each token that is due. A step that brings more runs without a graph.
 _WORDS, _MASKED = 3, 16
 LONG_ROWS = 2048  # of a prefill that takes more than a few rounds of tiles
 FILLERS = 16  # rows behind decodes: sizes of graphs are no further apart
@@ -54,8 +62,8 @@ class StepPlan(NamedTuple):
 
     sampling, rows, seats: how the tokens after these rows [S] are chosen, and who keeps them; items
     [B, 9], words [W]: as ops.unpack_step takes them; num_rows: of all sequences; decodes, and how
-    many tokens are due after them; num_columns: of the page tables; is_graph: whether it is the
-    graph of num_rows decodes.
+    many tokens are due after them; num_columns: of the page tables; is_graph: whether there is a
+    graph of it.
     """
 
     sampling: Sampling
@@ -68,6 +76,11 @@ class StepPlan(NamedTuple):
     num_of_decodes: int
     num_columns: int
     is_graph: bool
+
+    @property
+    def shape(self) -> GraphShape:
+        """Of a graph."""
+        return GraphShape(self.num_rows, is_decode=self.decodes.num_sequences > 0)
 
 
 class Sent(NamedTuple):
@@ -97,8 +110,9 @@ class DeviceSteps:
     """Runs steps of a model over a cache, one after another.
 
     num_pages, num_window_pages: of the cache's page groups. max_model_len: tokens of one sequence.
-    capture: what makes graphs of steps that are decodes alone; None where the operators do not
-    allow it. wait: until an event of the device has happened.
+    capture: what makes graphs of steps that are decodes alone, or one prefill of up to
+    prefill_rows; None where the operators do not allow it.
+    wait: until an event of the device has happened.
     tell: called with each step's plan before it is enqueued, if it is set.
     """
 
@@ -113,6 +127,7 @@ class DeviceSteps:
         num_window_pages: int,
         max_model_len: int,
         capture: Capture | None,
+        prefill_rows: int = MAXIMUM_PREFILL_ROWS,
         wait: Wait = torch.cuda.Event.synchronize,
     ) -> None:
         self._model = model
@@ -125,9 +140,9 @@ class DeviceSteps:
         self._max_model_len = max_model_len
         self._capture = capture
         self.tell: Callable[[StepPlan], None] | None = None
-        self._graphs: DecodeGraphs | None = None
-        self._graph_parts: dict[int, tuple[Part, ...]] = {}
-        self._graph_inputs: dict[int, Sent] = {}
+        self._graphs: StepGraphs | None = None
+        self._graph_parts: dict[GraphShape, tuple[Part, ...]] = {}
+        self._graph_inputs: dict[GraphShape, Sent] = {}
         self._device = device = model.weights.embedding.device
 
         seats, window = config.max_num_seqs, model.config.sliding_window
@@ -138,6 +153,11 @@ class DeviceSteps:
         # The last one is nobody's: for what is not to be kept.
         self._last_token_ids = torch.zeros(seats + 1, dtype=torch.int64, device=device)
         self._sizes = graph_sizes(seats)
+        prefill_rows = min(prefill_rows, config.max_num_batched_tokens, max_model_len)
+        self._shapes = (
+            *(GraphShape(size, is_decode=True) for size in self._sizes),
+            *(GraphShape(size, is_decode=False) for size in prefill_sizes(prefill_rows)),
+        )
         self._room = StepTensors.empty(
             config.max_num_batched_tokens + FILLERS, most_sequences(seats), columns, device
         )
@@ -198,10 +218,16 @@ class DeviceSteps:
             filled = filled_rows(num_rows, self._config.max_num_batched_tokens)
             # One sequence has all of them, at positions that there must be.
             num_rows = filled if filled - num_rows <= self._max_model_len else num_rows
-        columns = self._columns(step, num_rows - staged.num_rows)
+        longest = max(item.first + item.num_slots for item in step.items)
+        columns = self._columns(max(longest, num_rows - staged.num_rows))
         staged = staged.filled(num_sequences, num_rows)
+        due = self._due(step, num_first, spare)
+        if num_first == 0 and num_prefills == sampling.num_rows == 1:
+            plan = self._prefill_plan(num_rows, staged, sampling, *due)
+            if plan.is_graph and columns <= plan.num_columns:
+                return plan, sampling
         plan = StepPlan(
-            *(sampling, *self._due(step, num_first, spare), *staged.arrays()),
+            *(sampling, *due, *staged.arrays()),
             num_rows=num_rows,
             decodes=Decodes(num_decodes, decodes.num_queries + spare, decodes.max_queries),
             num_of_decodes=sum(item.num_due for item in step.items[:num_first]),
@@ -214,9 +240,9 @@ class DeviceSteps:
         parts = self._send(plan)
         if plan.is_graph:
             assert self._graphs is not None
-            size = plan.num_rows
-            assert parts[:-1] == self._graph_parts[size][:-1], "a graph reads at fixed addresses"
-            return self._graphs.replay(size), self._graph_inputs[size].sampling
+            shape = plan.shape
+            assert parts[:-1] == self._graph_parts[shape][:-1], "a graph reads at fixed addresses"
+            return self._graphs.replay(shape), self._graph_inputs[shape].sampling
         sent = self._read(parts, plan.num_of_decodes)
         return self._compute(sent, plan.num_rows, plan.decodes, plan.num_columns), sent.sampling
 
@@ -240,10 +266,9 @@ class DeviceSteps:
             seats.extend([item.seat if num_due == 1 else self._config.max_num_seqs] * num_due)
         return np.array(rows, dtype=np.int64), np.array(seats, dtype=np.int64)
 
-    def _columns(self, step: ScheduledStep, longest_filler: int) -> int:
-        """What the longest sequence needs: a power of two, or all."""
-        longest = max(item.first + item.num_slots for item in step.items)
-        needed = -(-max(longest, longest_filler) // self._config.page_size)
+    def _columns(self, longest: int) -> int:
+        """What a sequence of so many tokens needs: a power of two, or all."""
+        needed = -(-longest // self._config.page_size)
         return min(2 ** (needed - 1).bit_length(), self._full.shape[1])
 
     def _compute(self, sent: Sent, num_rows: int, decodes: Decodes, num_columns: int) -> Outputs:
@@ -288,7 +313,7 @@ class DeviceSteps:
             words=words,
         )
 
-    # ---- decodes as graphs ---------------------------------------------------------------------
+    # ---- as graphs -----------------------------------------------------------------------------
 
     def _decode_plan(
         self, size: int, staged: StagedStep, sampling: Sampling, seats: list[int]
@@ -309,21 +334,47 @@ class DeviceSteps:
             is_graph=True,
         )
 
-    def _decode(self, size: int) -> Outputs:
-        """A step of `size` decodes, as it was sent last."""
-        if size not in self._graph_inputs:  # But not while it is captured: see DecodeGraphs.
-            nothing = ScheduledStep(())
-            sampling = _sampling(nothing, self._model.config.vocab_size)
-            plan = self._decode_plan(
-                size,
-                StagedStep.build(nothing, self._known, 0, size),
-                sampling._replace(masked_ids=np.zeros(_MASKED * size, dtype=np.int32)),
-                [],
-            )
+    def _prefill_plan(
+        self,
+        size: int,
+        staged: StagedStep,
+        sampling: Sampling,
+        rows: np.ndarray,
+        seats: np.ndarray,
+    ) -> StepPlan:
+        """As a graph of so many rows reads it, if there is one that has room for all."""
+        columns = self._columns(size)
+        items, words = staged.arrays(size + 2 * columns)
+        is_small = len(words) == size + 2 * columns and len(sampling.masked_ids) <= _MASKED
+        return StepPlan(
+            *(sampling, rows, seats, items, words),
+            num_rows=size,
+            decodes=Decodes(0, 0, 0),
+            num_of_decodes=0,
+            num_columns=columns,
+            is_graph=is_small and GraphShape(size, is_decode=False) in (self._graphs or ()),
+        )
+
+    def _graph_step(self, shape: GraphShape) -> Outputs:
+        """A step of that shape, as it was sent last; at first, with nothing but what fills it."""
+        size, nothing = shape.num_rows, ScheduledStep(())
+        sampling = _sampling(nothing, self._model.config.vocab_size)
+        if shape.is_decode:
+            staged = StagedStep.build(nothing, self._known, 0, size)
+            masked = np.zeros(_MASKED * size, dtype=np.int32)
+            plan = self._decode_plan(size, staged, sampling._replace(masked_ids=masked), [])
+        else:
+            staged = StagedStep.build(nothing, self._known).filled(2, size)
+            masked = np.zeros(_MASKED, dtype=np.int32)
+            seats = np.array([self._config.max_num_seqs], dtype=np.int64)
+            sampling = _filled(sampling._replace(masked_ids=masked), 1)
+            plan = self._prefill_plan(size, staged, sampling, np.array([size - 1]), seats)
+        if shape not in self._graph_inputs:  # But not while it is captured: see StepGraphs.
             parts = self._send(plan)
-            self._graph_parts[size], self._graph_inputs[size] = parts, self._read(parts, size)
-        columns = self._full.shape[1]
-        return self._compute(self._graph_inputs[size], size, Decodes(size, size, 1), columns)
+            sent = self._read(parts, plan.num_of_decodes)
+            self._graph_parts[shape], self._graph_inputs[shape] = parts, sent
+        sent = self._graph_inputs[shape]
+        return self._compute(sent, size, plan.decodes, plan.num_columns)
 
     # ---- before the first step -----------------------------------------------------------------
 
@@ -338,10 +389,10 @@ class DeviceSteps:
         self._graph_inputs.clear()  # so that each size is sent what it reads before it is run
         if self._capture is not None:
             started = time.monotonic()
-            graphs = DecodeGraphs(self._decode, self._sizes, self._capture)
+            graphs = StepGraphs(self._graph_step, self._shapes, self._capture)
             log.info(
-                "captured %d CUDA graphs of decodes, up to %d rows, in %.1f s",
-                *(len(self._sizes), self._sizes[-1], time.monotonic() - started),
+                "captured %d CUDA graphs, of decodes up to %d rows, in %.1f s",
+                *(len(self._shapes), self._sizes[-1], time.monotonic() - started),
             )
         # Behind the captures, which empty the pool; and decodes, too, without a graph.
         started = time.monotonic()

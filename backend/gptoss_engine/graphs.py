@@ -1,6 +1,6 @@
-"""Decode steps as CUDA graphs: one for each number of rows that a step is filled up to."""
+"""Steps of few rows as CUDA graphs: one for each shape that a step is filled up to."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -24,8 +24,25 @@ class Capture(Protocol):
     def __call__(self, run: Callable[[], Outputs]) -> tuple[Replay, Outputs]: ...
 
 
+class GraphShape(NamedTuple):
+    """num_rows of decodes, one each, or of one prefill."""
+
+    num_rows: int
+    is_decode: bool
+
+
+# Prompts of so many tokens that find the engine at rest are graphs; none while 0.
+MAXIMUM_PREFILL_ROWS = 0
+PREFILL_ROWS_APART = 16
+
+
+def prefill_sizes(most: int) -> tuple[int, ...]:
+    """Rows of one prefill that graphs are captured for, up to `most`."""
+    return tuple(range(PREFILL_ROWS_APART, most + 1, PREFILL_ROWS_APART))
+
+
 def graph_sizes(most: int) -> tuple[int, ...]:
-    """Rows that graphs are captured for, up to `most`, which is one of them.
+    """Rows of decodes that graphs are captured for, up to `most`, which is one of them.
 
     All up to 8, where each row reads experts of its own; then 8 and from 64 on 16 apart.
     """
@@ -33,25 +50,31 @@ def graph_sizes(most: int) -> tuple[int, ...]:
     return tuple(sorted(size for size in sizes if size <= most))
 
 
-class DecodeGraphs:
-    """What `step(size)` enqueues, captured for each size, in one pool of memory.
+class StepGraphs:
+    """What `step(shape)` enqueues, captured for each shape, in one pool of memory.
 
     `step` reads and writes the same memory whenever it is called; what it returns is there until
     another graph is replayed. It is called once before its capture: kernels are loaded then.
     """
 
     def __init__(
-        self, step: Callable[[int], Outputs], sizes: tuple[int, ...], capture: Capture
+        self,
+        step: Callable[[GraphShape], Outputs],
+        shapes: Sequence[GraphShape],
+        capture: Capture,
     ) -> None:
-        self._graphs: dict[int, tuple[Replay, Outputs]] = {}
+        self._graphs: dict[GraphShape, tuple[Replay, Outputs]] = {}
         # The largest first: what it gives back to the pool has room for all others.
-        for size in tracked(sizes[::-1], "CUDA graphs", len(sizes)):
-            step(size)
-            self._graphs[size] = capture(lambda size=size: step(size))
+        for shape in tracked(sorted(shapes, reverse=True), "CUDA graphs", len(shapes)):
+            step(shape)
+            self._graphs[shape] = capture(lambda shape=shape: step(shape))
 
-    def replay(self, size: int) -> Outputs:
+    def __contains__(self, shape: GraphShape) -> bool:
+        return shape in self._graphs
+
+    def replay(self, shape: GraphShape) -> Outputs:
         """Enqueue the graph on the current stream."""
-        replay, outputs = self._graphs[size]
+        replay, outputs = self._graphs[shape]
         replay()
         return outputs
 

@@ -26,7 +26,7 @@ from gptoss_engine.device_steps import (
     warm_up_steps,
 )
 from gptoss_engine.engine import Engine, Pending
-from gptoss_engine.graphs import Outputs, Replay, graph_sizes
+from gptoss_engine.graphs import CudaCapture, GraphShape, Outputs, Replay, graph_sizes
 from gptoss_engine.runner import Runner, load_runner
 from gptoss_engine.sampler import Sampled
 from gptoss_engine.sequence import NO_TOKEN, ScheduledItem, ScheduledStep, Sequence
@@ -51,9 +51,10 @@ SAMPLINGS = [
 
 
 class Recorded:
-    """As graphs.CudaCapture. replayed: the sizes of the graphs, in order."""
+    """As graphs.CudaCapture. replayed: the sizes of the graphs, in order; a prefill's is 1."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefill_rows: int = 0) -> None:
+        self.prefill_rows = prefill_rows
         self.replayed: list[int] = []
 
     def __call__(self, run: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
@@ -68,8 +69,12 @@ class Recorded:
         return replay, kept
 
 
-def on_device(config: EngineConfig, capture: Recorded | None) -> Runner:
+def on_device(
+    config: EngineConfig, capture: Recorded | CudaCapture | None, prefill_rows: int = 0
+) -> Runner:
     """A runner that steps as on a GPU."""
+    if isinstance(capture, Recorded):
+        prefill_rows = capture.prefill_rows
     runner = load_runner(config)
     runner._steps = DeviceSteps(
         *(runner._model, runner._cache, runner._ops, config),
@@ -77,6 +82,7 @@ def on_device(config: EngineConfig, capture: Recorded | None) -> Runner:
         num_window_pages=runner.num_window_pages,
         max_model_len=runner.max_model_len,
         capture=capture,
+        prefill_rows=prefill_rows,
     )
     runner.is_asynchronous = True
     runner.warm_up()
@@ -101,9 +107,9 @@ def plain(config: EngineConfig) -> Runner:
     return load_runner(config)
 
 
-@pytest.fixture(params=["graphs", "no graphs"])
+@pytest.fixture(params=[0, 64, None], ids=["graphs", "graphs of prefills too", "no graphs"])
 def capture(request: pytest.FixtureRequest) -> Recorded | None:
-    return Recorded() if request.param == "graphs" else None
+    return None if request.param is None else Recorded(request.param)
 
 
 def generated(runner: Runner, chunk: int) -> list[list[int]]:
@@ -276,9 +282,9 @@ class Late:
         self._queue.append(run)
         return out
 
-    def _replay_later(self, size: int) -> Outputs:
-        self._queue.append(lambda: self._replay(size))
-        return self._graphs[size][1]
+    def _replay_later(self, shape: GraphShape) -> Outputs:
+        self._queue.append(lambda: self._replay(shape))
+        return self._graphs[shape][1]
 
     def _fetch_later(self, *arguments: Any) -> "Late.Fetched":
         fetched = Late.Fetched(self)
@@ -430,6 +436,56 @@ def test_a_step_that_brings_more_than_a_graph_has_room_for_runs_without(
     assert capture.replayed == [1]
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "has_graph"),
+    [
+        (8, False),
+        (9, True),
+        (16, True),
+        (17, True),
+        (48, True),
+        (63, True),
+        (64, True),
+        (65, False),
+    ],
+)
+def test_a_prompt_alone_is_a_graph_of_as_many_rows(
+    config: EngineConfig, plain: Runner, num_tokens: int, has_graph: bool
+) -> None:
+    capture = Recorded(64)
+    runner = on_device(config, capture)
+    prompt = [(7 * k * k + 3) % 512 for k in range(num_tokens)]
+    sampling = SamplingParams(temperature=0.9, logprobs=3, min_tokens=5, stop_token_ids=(1, 2))
+
+    def told(runner: Runner) -> list[object]:
+        stepper, one, two = Stepper(runner), sequence(prompt, sampling, 5), sequence(prompt[::-1])
+        found = [stepper.advance(each) for each in (one, two)]
+        assert len(capture.replayed) == (2 if has_graph and runner is not plain else 0)
+        stepper.generate(one, two, num_tokens=4)
+        return [*(each.token_ids for each in found), outputs(one), outputs(two)]
+
+    assert told(plain) == told(runner)
+
+
+def test_what_is_no_whole_prompt_alone_is_no_graph_of_a_prefill(config: EngineConfig) -> None:
+    capture = Recorded(64)
+    stepper = Stepper(on_device(config, capture))
+    one, two, long = (sequence(PROMPTS[1][:40] * 3) for _ in range(3))
+    stepper.advance(one, two)
+    stepper.step(ScheduledItem.of(long, 30))  # a chunk behind which no token is due
+    stepper.step(ScheduledItem.of(long, 50))
+    assert capture.replayed == []
+    stepper.step(ScheduledItem.of(long, 40))  # in more pages than a prompt of 48 rows has
+    assert capture.replayed == []
+    stops = tuple(range(17))
+    masked = SamplingParams(min_tokens=5, stop_token_ids=stops)
+    stepper.advance(sequence(PROMPTS[1][:20], masked, stop_token_ids=frozenset(stops)))
+    stepper.advance(sequence(PROMPTS[1][:20]), one)  # beside a decode
+    assert capture.replayed == []
+    stepper.advance(sequence(PROMPTS[1][:20]))
+    assert capture.replayed == [1]
+
+
 def test_the_most_of_everything_can_be_sent(config: EngineConfig, capture: Recorded | None) -> None:
     stops = tuple(range(128))
     sampling = SamplingParams(min_tokens=9, stop_token_ids=stops, logprobs=20)
@@ -447,7 +503,8 @@ def test_a_graph_that_reads_elsewhere_is_our_own_bug(config: EngineConfig) -> No
     stepper, made = decoding(runner, 2)
     assert runner._steps is not None
     parts = runner._steps._graph_parts
-    parts[2] = parts[3]
+    two, three = (GraphShape(size, is_decode=True) for size in (2, 3))
+    parts[two] = parts[three]
     with pytest.raises(AssertionError, match="fixed addresses"):
         stepper.advance(*made)
 
@@ -622,6 +679,25 @@ def test_graphs_are_their_steps_run_again(gpu_config: EngineConfig, gpu_runner: 
     again = on_device(replace(gpu_config, cuda_graphs="off"), capture)
     assert answers(gpu_config, gpu_runner)[0] == answers(gpu_config, again)[0]
     assert {8, 12} < {*capture.replayed}
+
+
+@pytest.mark.gpu
+def test_graphs_of_prefills_are_their_steps_run_again(gpu_config: EngineConfig) -> None:
+    """Prompts that come one by one, each beside nobody."""
+    config = replace(gpu_config, cuda_graphs="off")
+
+    def tokens(capture: Recorded | CudaCapture) -> list[list[int]]:
+        stepper = Stepper(on_device(config, capture, prefill_rows=64))
+        found = []
+        for length in (9, 16, 31, 64, 40, 9):
+            made = sequence([(7 * k * k + length) % 512 for k in range(length)], seed=length)
+            stepper.generate(made, num_tokens=6)
+            found.append(outputs(made))
+        return found
+
+    capture = Recorded(64)
+    assert tokens(CudaCapture()) == tokens(capture)
+    assert len(capture.replayed) == 36
 
 
 @pytest.mark.gpu

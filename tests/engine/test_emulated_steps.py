@@ -13,7 +13,7 @@ from torch import Tensor
 from gptoss_engine.checkpoints.random_checkpoint import RandomCheckpoint
 from gptoss_engine.config import EngineConfig
 from gptoss_engine.device_steps import DeviceSteps
-from gptoss_engine.graphs import DecodeGraphs
+from gptoss_engine.graphs import GraphShape, StepGraphs
 from gptoss_engine.kv_cache import KVCache
 from gptoss_engine.loading import load_weights
 from gptoss_engine.model import GptOss, rope_table
@@ -120,14 +120,19 @@ DECODES = [(position, 1) for position in (5, 15, 16, 40, 63, 64, 90, 100, 126)] 
 
 
 @pytest.mark.parametrize(
-    ("parts", "graph", "most_at_once"),
-    [(DECODES, True, 64), ([*DECODES, (10, 25)], False, 64), ([*DECODES, (10, 25)], False, 30)],
-    ids=["graph", "mixed", "mixed, experts in pieces"],
+    ("parts", "shape", "most_at_once"),
+    [
+        (DECODES, GraphShape(12, is_decode=True), 64),
+        ([(0, 25)], GraphShape(32, is_decode=False), 64),
+        ([*DECODES, (10, 25)], None, 64),
+        ([*DECODES, (10, 25)], None, 30),
+    ],
+    ids=["graph", "graph of a prefill", "mixed", "mixed, experts in pieces"],
 )
 def test_a_step_by_kernels_is_that_of_the_reference(
     model: GptOss,
     parts: list[tuple[int, int]],
-    graph: bool,
+    shape: GraphShape | None,
     most_at_once: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -137,19 +142,21 @@ def test_a_step_by_kernels_is_that_of_the_reference(
     output = plain.steps.launch(step_of(parts)).result()
     capture, step = Recorded(), step_of(parts)
     with emulated(3, num_multiprocessors=8, seconds=300), torch.inference_mode():
-        if graph:
+        if shape and shape.is_decode:
             # A graph has no room for so many pages: they are there from now on.
             StagedStep.build(step, ours.steps._known)
             for table in (ours.steps._full, ours.steps._window):
                 table.copy_(torch.arange(PAGES * SEATS).view(SEATS, PAGES))
-            ours.steps._graphs = DecodeGraphs(ours.steps._decode, (12,), capture)
+        if shape:
+            ours.steps._graphs = StepGraphs(ours.steps._graph_step, (shape,), capture)
         found = ours.steps.launch(step).result()
-    assert len(capture.replayed) == graph
+    assert len(capture.replayed) == (shape is not None)
 
     count = len(parts)
     assert norm_error(ours.operators.logits[:count], plain.operators.logits[:count]) < 5e-2
     assert [len(each) for each in found.token_ids] == [len(each) for each in output.token_ids]
-    assert ours.operators.token_ids[count:].tolist() == [-1] * (12 - count if graph else 0)
+    num_fillers = shape.num_rows - count if shape and shape.is_decode else 0
+    assert ours.operators.token_ids[count:].tolist() == [-1] * num_fillers
     kept = ours.steps._last_token_ids[:count].tolist()
     assert kept == [token_id for (token_id,) in found.token_ids]
     for old, new, expected in zip(before, ours.cached, plain.cached, strict=True):
