@@ -38,6 +38,7 @@ from gptoss_backend.streams import Stream, StreamResponse, Streams
 from gptoss_engine.config import EngineConfig
 from gptoss_engine.engine_process import EngineProcess, is_apart
 from gptoss_engine.messages import LOG_FORMAT
+from gptoss_engine.replicas import Replicas
 from gptoss_engine.types import (
     GenerationRequest,
     InvalidRequest,
@@ -59,7 +60,9 @@ logger = logging.getLogger(__name__)
 
 def start_engine(
     config: EngineConfig, delivering: Callable[[], AbstractContextManager[Any]]
-) -> "EngineLoop | EngineProcess":
+) -> "EngineLoop | EngineProcess | Replicas":
+    if config.dp > 1:
+        return Replicas(config, delivering)
     if is_apart(config):
         return EngineProcess(config, delivering)
     from gptoss_engine.engine import EngineLoop, keep_for_good, load_engine  # brings torch

@@ -158,7 +158,16 @@ class EngineConfig:
 
 def has_gpu() -> bool:
     """Whether NVIDIA's driver shows one here. Neither torch nor the driver is loaded for it."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(_DEVICES.glob("nvidia[0-9]*"))
+    return bool(gpu_names())
+
+
+def gpu_names() -> list[str]:
+    """Of those that this process may use, as CUDA_VISIBLE_DEVICES has them."""
+    found = [*_DEVICES.glob("nvidia[0-9]*")]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if found and visible is not None:
+        return visible.split(",") if visible else []
+    return [str(index) for index in range(len(found))]
 
 
 def read_config_file(path: str | Path) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from gptoss_engine.decoding import Decoder
 from gptoss_engine.decoding.plain import PlainDecoder
 from gptoss_engine.model_config import ModelConfig
 from gptoss_engine.page_pool import PagePool
+from gptoss_engine.replicas import Replicas
 from gptoss_engine.runner import load_runner
 from gptoss_engine.scheduler import Scheduler
 from gptoss_engine.sequence import ScheduledStep, Sequence, StepOutput
@@ -30,6 +31,7 @@ from gptoss_engine.types import (
     InvalidRequest,
     TokenChunk,
     Unavailable,
+    duplicate,
 )
 
 log = logging.getLogger(__name__)
@@ -186,7 +188,7 @@ class Engine:
         if self.is_broken:
             raise Unavailable(self.failure)
         if sequence.generation_id in self.scheduler:
-            raise InvalidRequest(_duplicate(sequence.generation_id))
+            raise duplicate(sequence.generation_id)
         self.scheduler.add(sequence)
         log.info(
             "generation %s admitted: %d prompt tokens, at most %d to generate",
@@ -334,7 +336,7 @@ class EngineLoop:
             if refusal := self._engine.failure or self._refusal:
                 raise Unavailable(refusal)
             if sequence.generation_id in self._open:
-                raise InvalidRequest(_duplicate(sequence.generation_id))
+                raise duplicate(sequence.generation_id)
             self._check_queue(sequence)
             self._arrivals.append(sequence)
             self._open[sequence.generation_id] = (sequence, on_chunk)
@@ -502,15 +504,11 @@ def load_engine(config: EngineConfig) -> Engine:
     return Engine(config, load_runner(config))
 
 
-def load_engine_loop(config: EngineConfig) -> EngineLoop:
-    """The same, and its thread running."""
-    return EngineLoop(load_engine(config))
+def load_engine_loop(config: EngineConfig) -> EngineLoop | Replicas:
+    """The same, and its thread running; or several, if they are configured."""
+    return Replicas(config) if config.dp > 1 else EngineLoop(load_engine(config))
 
 
 def _said(error: Exception) -> str:
     """Its type and the first line of its message: what CUDA adds to an error is for the log."""
     return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
-
-
-def _duplicate(generation_id: str) -> str:
-    return f"generation_id must be unique, got {generation_id!r}, which is still open"

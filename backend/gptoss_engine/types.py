@@ -27,6 +27,12 @@ class Unavailable(RuntimeError):
     """The engine is full, draining or broken: the same request may succeed later."""
 
 
+def duplicate(generation_id: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"generation_id must be unique, got {generation_id!r}, which is still open"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is chosen and when a generation ends. Names and ranges are vLLM's.

@@ -1,0 +1,186 @@
+"""Several engines with a whole model each, behind one engine's verbs (DP).
+
+Each is an EngineProcess with GPUs of its own. A request goes to the one with the least to do and
+stays there. They end together: once one is broken, what the others have open ends with an error,
+too, and whoever serves starts all of them anew.
+"""
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
+
+from gptoss_engine.config import EngineConfig, InvalidConfig, gpu_names
+from gptoss_engine.engine_process import LOADER, EngineProcess
+from gptoss_engine.types import (
+    EngineStats,
+    FinishReason,
+    GenerationRequest,
+    TokenChunk,
+    Unavailable,
+    duplicate,
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, frozen=True, slots=True)
+class _Generation:
+    generation_id: str
+    engine: EngineProcess
+    num_tokens: int
+
+
+class Replicas:
+    """config.dp engines: submit, admission, abort, drain and stop as EngineLoop has them.
+
+    Each generation gets its chunks in order, from its engine's thread. `delivering` is entered
+    around the callbacks of each engine's step, by several threads. loader: as EngineProcess has it.
+
+    What EngineLoop's loading raises, this raises too, in the same words; then none is left.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        delivering: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        *,
+        loader: str = LOADER,
+    ) -> None:
+        self._lock = threading.Lock()  # Guards all below.
+        self._open: dict[str, _Generation] = {}
+        self._failure = ""
+        start = partial(EngineProcess, replace(config, dp=1), delivering, loader=loader)
+        with ThreadPoolExecutor(config.dp) as threads:
+            starting = [
+                threads.submit(start, environment=environment)
+                for environment in environments(config)
+            ]
+        failed = [error for each in starting if (error := each.exception())]
+        self._engines = [each.result() for each in starting if not each.exception()]
+        if failed:
+            self.stop()
+            raise failed[0]
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether one of them is. This process should end, and all with it."""
+        return bool(self._look())
+
+    @property
+    def stats(self) -> EngineStats:
+        """Of all together."""
+        return _summed([engine.stats for engine in self._engines])
+
+    def submit(self, request: GenerationRequest, on_chunk: Callable[[TokenChunk], None]) -> None:
+        """Admit a request from any thread but a callback's, or raise as EngineLoop does."""
+        self.admission(request, on_chunk).result()
+
+    def admission(
+        self, request: GenerationRequest, on_chunk: Callable[[TokenChunk], None]
+    ) -> Future[bool | None]:
+        """The same without waiting: what the engine says, before the first chunk."""
+        refused: Future[bool | None] = Future()
+        if failure := self._look():
+            refused.set_exception(Unavailable(failure))
+            return refused
+        with self._lock:
+            if request.generation_id in self._open:
+                refused.set_exception(duplicate(request.generation_id))
+                return refused
+            engine = min(self._engines, key=self._load)
+            generation = _Generation(request.generation_id, engine, len(request.token_ids))
+            self._open[request.generation_id] = generation
+        answer = engine.admission(request, partial(self._hear, generation, on_chunk))
+        answer.add_done_callback(partial(self._admitted, generation))
+        return answer
+
+    def abort(self, generation_id: str, error: str = "", reason: FinishReason = "abort") -> None:
+        """End a generation from any thread; nothing happens if it is not open any more."""
+        with self._lock:
+            generation = self._open.get(generation_id)
+        if generation is not None:
+            generation.engine.abort(generation_id, error, reason)
+
+    def drain(self, timeout: float) -> bool:
+        """All of them at once: whether all generations ended by themselves."""
+        return all(self._each(lambda engine: engine.drain(timeout)))
+
+    def stop(self) -> None:
+        """Abort what is open and end all processes."""
+        self._each(EngineProcess.stop)
+
+    def _each(self, verb: Callable[[EngineProcess], Any]) -> list[Any]:
+        with ThreadPoolExecutor(max(1, len(self._engines))) as threads:
+            return [*threads.map(verb, self._engines)]
+
+    def _load(self, engine: EngineProcess) -> tuple[int, int]:
+        """Its open generations, and the tokens of their prompts."""
+        own = [each.num_tokens for each in self._open.values() if each.engine is engine]
+        return len(own), sum(own)
+
+    def _hear(
+        self, generation: _Generation, on_chunk: Callable[[TokenChunk], None], chunk: TokenChunk
+    ) -> None:
+        if chunk.finish_reason:
+            self._forget(generation)
+            self._look()
+        try:
+            on_chunk(chunk)
+        except Exception:
+            self._forget(generation)  # It hears no more.
+            raise
+
+    def _admitted(self, generation: _Generation, answer: Future[bool | None]) -> None:
+        if answer.exception() is not None:
+            self._forget(generation)
+
+    def _forget(self, generation: _Generation) -> None:
+        with self._lock:
+            if self._open.get(generation.generation_id) is generation:
+                del self._open[generation.generation_id]
+
+    def _look(self) -> str:
+        """Why they are broken, if they are; what the others have open is then ended once."""
+        broken = [engine for engine in self._engines if engine.is_broken]
+        with self._lock:
+            if self._failure or not broken:
+                return self._failure
+            number = self._engines.index(broken[0])
+            self._failure = f"the engine failed: replica {number} of {len(self._engines)} is broken"
+            left = [each for each in self._open.values() if each.engine not in broken]
+        log.critical("%s", self._failure)
+        for generation in left:
+            generation.engine.abort(generation.generation_id, self._failure, "error")
+        return self._failure
+
+
+def environments(config: EngineConfig) -> Iterator[dict[str, str]]:
+    """For each replica the GPUs that it sees. InvalidConfig where there are too few."""
+    names = [] if config.device == "cpu" else gpu_names()
+    if not names and config.device != "cuda":
+        yield from ({} for _ in range(config.dp))
+        return
+    if len(names) < config.tp * config.dp:
+        raise InvalidConfig(
+            f"tp x dp must be at most the number of GPUs here, {len(names)}, got {config.tp} x "
+            f"{config.dp}"
+        )
+    for first in range(0, config.tp * config.dp, config.tp):
+        yield {"CUDA_VISIBLE_DEVICES": ",".join(names[first : first + config.tp])}
+
+
+def _summed(stats: Sequence[EngineStats]) -> EngineStats:
+    finished: Counter[FinishReason] = Counter()
+    for each in stats:
+        finished.update(each.num_finished)
+    counts = [field.name for field in fields(EngineStats) if field.name != "num_finished"]
+    return EngineStats(
+        **{name: sum(getattr(each, name) for each in stats) for name in counts},
+        num_finished=finished,
+    )
