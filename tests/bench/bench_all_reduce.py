@@ -77,10 +77,10 @@ def calls_of(run: str, inputs: Inputs, reduction: Reduction) -> Calls:
         rms_norm_fp8(hidden, weight, EPS, sums)
 
     if run == "sum":
-        return {OURS: lambda _: reduction.add(hidden, inputs.update), f"NCCL {version}": by_nccl}
+        return {OURS: lambda _: reduction.add(hidden, inputs.update), f"NCCL, {version}": by_nccl}
     return {
         OURS: lambda _: reduction.rms_norm_fp8(hidden, weight, EPS, inputs.mixture),
-        f"combine, NCCL {version}, rms_norm_fp8": fused_by_nccl,
+        f"NCCL between combine and the norm, {version}": fused_by_nccl,
     }
 
 
@@ -146,7 +146,9 @@ def be_a_rank(arguments: argparse.Namespace) -> None:
             print_ranked(times, 0)
             line = result_line("all_reduce", times, OURS, arguments.command, arguments.commit)
             own = {"weights": None, "tp": ranks, "tokens": tokens, "run": run}
-            lines.append(json.dumps(line | own | {"floor_ms": round(floor, 6)}))
+            own |= {"bound_by": "the link", "floor_ms": round(floor, 6)}
+            own |= {"tb_per_s": round(LINK_BYTES / 1e12 * floor / times[OURS].burst.median, 4)}
+            lines.append(json.dumps(line | own))
     if arguments.output and lines:
         with arguments.output.open("a") as file:
             file.write("".join(f"{line}\n" for line in lines))

@@ -34,6 +34,7 @@ BENCHMARKS = (
     "rope_and_cache_write",
     *ATTENTION,
     *SAMPLING,
+    "all_reduce",
 )
 OTHERS = ("Triton-lang", "deepgemm operators")  # of ours
 # cuBLASLt by row scales by row, and cuDNN has no sinks, which is less work, and MXFP4 is half the
@@ -41,7 +42,7 @@ OTHERS = ("Triton-lang", "deepgemm operators")  # of ours
 NOT_PEERS = ("cuBLASLt row-wise", "cuDNN", "Humming MXFP4", *OTHERS)
 KEY = (
     *("benchmark", "model", "n", "k", "tokens", "swiglu_group", "weight_values"),
-    *("kv", "window", "queries", "context", "batch", "kind", "inputs"),
+    *("kv", "window", "queries", "context", "batch", "kind", "inputs", "tp", "run"),
 )
 NEEDED = ("model", "tokens", "ms", "floor_ms", "peers", "date", "commit", "device")
 
@@ -68,6 +69,8 @@ def newest_lines(paths: list[Path]) -> list[dict[str, Any]]:
             line.get("context", 0),
             line.get("inputs", ""),
             line.get("kind", ""),
+            line.get("tp", 1),
+            line.get("run", ""),
             line["tokens"] or 0,
             line.get("batch") or 0,
             line["date"],
@@ -115,6 +118,9 @@ def operator(line: dict[str, Any]) -> str:
         case "sample" | "logprobs" as name:
             kind = f", {line['kind']}" if "kind" in line else ""
             return f"`{name}`{kind}{', logits beyond L2' if line['inputs'] == 'cold' else ''}"
+        case "all_reduce":
+            form = "and the norm" if line["run"] == "fused" else "alone"
+            return f"`reduction` {form}, {line['tp']} ranks"
     return f"`{line['benchmark']}`" + (f", {line['model']}" if line["model"] else "")
 
 
@@ -171,7 +177,7 @@ def row(line: dict[str, Any]) -> str:
 
 def rate(line: dict[str, Any]) -> str:
     """Of what bounds it. A product's bytes are those of its floor."""
-    if bound_by(line) != "memory":
+    if bound_by(line) not in ("memory", "the link"):
         return f"{line['tflops']:.0f} TFLOP/s"
     moved = line.get("tb_per_s", line["floor_ms"] / line["ms"] * PEAK_BYTES / 1e12)
     return f"{moved:.2f} TB/s"
