@@ -63,7 +63,7 @@ def least_step_bytes(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def fitted(
-    build: Callable[[PageCounts], Built],
+    build: Callable[[PageCounts, bool], Built],
     config: EngineConfig,
     model: ModelConfig,
     cache_dtype: torch.dtype,
@@ -74,18 +74,19 @@ def fitted(
     """What `build` makes with the pages that a GPU has room for, once its largest steps have run.
 
     build: with these pages, warmed up: kernels loaded, the largest steps run, graphs captured. It
-    is called twice, first with few pages, since graphs need the pages and pages what graphs leave;
-    once if the pages are configured. agreed: of what a rank has room for, what all have. Raises
+    is called twice, first with few pages, since graphs need the pages and pages what graphs leave:
+    that one is told that it is a trial, of which nothing but its memory counts. Once if the pages
+    are configured. agreed: of what a rank has room for, what all have. Raises
     InvalidConfig, with figures, where there is no room.
     """
 
     def pages(counts: PageCounts) -> PageBytes:
         return counts.num_bytes(config, model, cache_dtype)
 
-    def built_with(counts: PageCounts) -> Built:
+    def built_with(counts: PageCounts, *, is_trial: bool) -> Built:
         free = _free(device)
         try:
-            return build(counts)
+            return build(counts, is_trial)
         except torch.OutOfMemoryError as error:
             raise InvalidConfig(
                 f"{decimal(free)} are free on {device} beside the weights: too little for "
@@ -97,7 +98,7 @@ def fitted(
     torch.cuda.empty_cache()  # what was taken to load the weights
     counts = PageCounts(config.num_pages, config.num_window_pages)
     if not (counts.full and counts.window):
-        built = built_with(TRIAL)
+        built = built_with(TRIAL, is_trial=True)
         free = _free(device)
         del built
         gc.collect()  # it may hold itself
@@ -108,7 +109,7 @@ def fitted(
         given = f"gpu_memory_utilization ({config.gpu_memory_utilization:g})"
         counts = agreed(pages_for(room, config, model, cache_dtype, given))
     free = _free(device)
-    built = built_with(counts)
+    built = built_with(counts, is_trial=False)
     left, graphs = _free(device), _graph_bytes(device)
     capacity = Capacity(
         weights=weight_bytes,

@@ -379,20 +379,22 @@ class DeviceSteps:
     # ---- before the first step -----------------------------------------------------------------
 
     @torch.inference_mode()
-    def warm_up(self) -> None:
+    def warm_up(self, *, is_trial: bool = False) -> None:
         """Load all kernels, capture the graphs, and fill PyTorch's pool for all other steps.
 
-        Writes to the cache, whose pages are nobody's yet.
+        Writes to the cache, whose pages are nobody's yet. is_trial: for what that takes of memory,
+        so of the graphs only the largest, in whose memory the others lie.
         """
         config = self._config
         self._graphs = graphs = None
         self._graph_inputs.clear()  # so that each size is sent what it reads before it is run
         if self._capture is not None:
             started = time.monotonic()
-            graphs = StepGraphs(self._graph_step, self._shapes, self._capture)
+            shapes = (max(self._shapes),) if is_trial else self._shapes
+            graphs = StepGraphs(self._graph_step, shapes, self._capture)
             log.info(
                 "captured %d CUDA graphs, of decodes up to %d rows, in %.1f s",
-                *(len(self._shapes), self._sizes[-1], time.monotonic() - started),
+                *(len(shapes), self._sizes[-1], time.monotonic() - started),
             )
         # Behind the captures, which empty the pool; and decodes, too, without a graph.
         started = time.monotonic()

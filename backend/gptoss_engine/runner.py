@@ -130,10 +130,13 @@ class Runner:
         if self._ranks is not None:
             self._ranks.close()
 
-    def warm_up(self) -> None:
-        """Before the first step: on a GPU, load kernels and capture graphs."""
+    def warm_up(self, *, is_trial: bool = False) -> None:
+        """Before the first step: on a GPU, load kernels and capture graphs.
+
+        is_trial: no step follows; it is for what these take of memory.
+        """
         if self._steps is not None and self.is_asynchronous:
-            self._steps.warm_up()
+            self._steps.warm_up(is_trial=is_trial)
 
     def lead(self, ranks: Ranks) -> None:
         """From now on tell these ranks each step."""
@@ -225,10 +228,10 @@ def load_rank(
     choose_graphs(config, device, dtype, mode)
     cache_dtype = choose_cache_dtype(config, dtype)
 
-    def built(weights: Weights, pages: PageCounts) -> Runner:
+    def built(weights: Weights, pages: PageCounts, is_trial: bool = False) -> Runner:
         sizes = (pages.full, pages.window)
         runner = Runner(source.config, weights, config, *sizes, instrument, peers)
-        runner.warm_up()
+        runner.warm_up(is_trial=is_trial)
         return runner
 
     def join() -> None:

@@ -118,6 +118,7 @@ class Gpu:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, total: int, weights: int) -> None:
         self.total, self.free, self.weights = total, total - CONTEXT - weights, weights
         self.built: list[PageCounts] = []
+        self.trials: list[bool] = []
         self.kernels, self.step, self.graphs = 200 * MB, 700 * MB, 500 * MB
         self.left_over = 900 * MB  # of loading
         self.free -= self.left_over
@@ -131,7 +132,8 @@ class Gpu:
     def fit(self, config: EngineConfig, like: Like = "120b") -> PageCounts:
         model = RandomCheckpoint(like).config
 
-        def build(counts: PageCounts) -> Runner:
+        def build(counts: PageCounts, is_trial: bool) -> Runner:
+            self.trials.append(is_trial)
             return Runner(self, counts, sum(counts.num_bytes(config, model, torch.bfloat16)))
 
         return fitted(build, config, model, torch.bfloat16, CUDA, self.weights).counts
@@ -168,6 +170,7 @@ def test_pages_are_what_steps_and_graphs_leave(
     with caplog.at_level("INFO"):
         counts = gpu.fit(CONFIG)
     assert gpu.built == [TRIAL, counts]
+    assert gpu.trials == [True, False]
     assert 600_000 < counts.full * 64 < 620_000
     # As much as may be used, to a page of 18 layers.
     assert 0 <= gpu.free - left_free(H200, 0.98) < 18 * 2 * 64 * 8 * 64 * 2
@@ -178,7 +181,7 @@ def test_configured_pages_are_built_at_once(monkeypatch: pytest.MonkeyPatch):
     gpu = Gpu(monkeypatch, H200, weight_bytes("120b"))
     config = replace(CONFIG, num_pages=9, num_window_pages=7)
     assert gpu.fit(config) == PageCounts(9, 7)
-    assert len(gpu.built) == 1
+    assert gpu.trials == [False]
 
 
 @pytest.mark.parametrize(

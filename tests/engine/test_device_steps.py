@@ -637,6 +637,23 @@ def test_the_pool_is_filled_behind_the_captures_which_empty_it(
     assert capture.replayed == []
 
 
+def test_a_trial_captures_the_largest_graph_alone(config: EngineConfig) -> None:
+    rows: list[int] = []
+
+    class Capture(Recorded):
+        def __call__(self, run: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
+            replay, outputs = super().__call__(run)
+            rows.append(len(outputs.token_ids))
+            return replay, outputs
+
+    runner = on_device(config, Capture())
+    assert len(rows) > 1
+    largest = max(rows)
+    rows.clear()
+    runner.warm_up(is_trial=True)
+    assert rows == [largest]
+
+
 def test_the_warm_up_has_the_largest_steps_and_all_small_ones() -> None:
     steps = warm_up_steps(most_rows=300, most_seqs=12, max_model_len=512)
     assert steps[0] == (*(1,) * 11, 289)
