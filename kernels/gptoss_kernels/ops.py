@@ -356,10 +356,10 @@ class Reduction(Protocol):
     same sizes; `hidden` [T, H] is the same on all of them.
 
     On a GPU each is one launch for up to max_tokens tokens, on the current stream, and can be
-    captured into a CUDA graph. What may be read early is as in Fp8Operators, and `hidden` and what
-    a mixture has beside its outputs always. A kernel waits for another rank no longer than its
-    limit: then it ends this rank's CUDA context, so that the next call of CUDA raises, and
-    `failure` says what it waited for; None as long as it has not.
+    captured into a CUDA graph. The norm's weight, and what a mixture has beside its outputs, may be
+    read early, see Fp8Operators. A kernel waits for another rank no longer than its limit: then it
+    ends this rank's CUDA context, so that the next call of CUDA raises, and `failure` says what it
+    waited for; None as long as it has not.
     """
 
     @property

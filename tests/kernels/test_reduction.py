@@ -180,9 +180,9 @@ MUTANTS = {
         "pack_bf16(low_bf16(pack_bf16(low, high)) + low_bf16(pair),"
         " high_bf16(pack_bf16(low, high)) + high_bf16(pair))",
     ),
-    "begins before the wait": (
-        "    begin_slot(own, blockIdx.x, exchange);\n",
-        "    begin_slot(own, blockIdx.x + gridDim.x, exchange);\n",
+    "begins with the second row": (
+        "    begin_slot(own, known, blockIdx.x, exchange);\n",
+        "    begin_slot(own, known, blockIdx.x + gridDim.x, exchange);\n",
     ),
     "keeps the first row": ("        own = next;\n", ""),
 }

@@ -225,35 +225,54 @@ struct Norm {
     }
 };
 
-// This rank's part of a row's sum.
-__device__ __forceinline__ void load_update(Row& update, const Arguments& arguments, long long row,
-                                            const Place& place) {
+// What of an update's row is older than the kernel before this one.
+struct Known {
 #if CHOSEN
     Choices choices;
-    choices.load(arguments.update, row);
-    mix(update, arguments.update, choices, arguments.columns, place, nullptr);
+
+    __device__ __forceinline__ void load(const Arguments& arguments, long long row) {
+        if (row < arguments.rows) choices.load(arguments.update, row);
+    }
+#else
+    __device__ __forceinline__ void load(const Arguments&, long long) {}
+#endif
+};
+
+// This rank's part of a row's sum.
+__device__ __forceinline__ void load_update(Row& update, const Known& known,
+                                            const Arguments& arguments, long long row,
+                                            const Place& place) {
+#if CHOSEN
+    mix(update, arguments.update, known.choices, arguments.columns, place, nullptr);
 #else
     update.load(arguments.update + row * arguments.update_stride, arguments.columns, place);
 #endif
 }
 
+// Of the rows of a slot the one that this rank adds up.
+__device__ __forceinline__ long long own_row(const Arguments& arguments, long long slot) {
+    return slot * STEP + (TWO_SHOT ? arguments.rank : 0);
+}
+
 // The first shot: what peers need of this rank for a slot leaves, what it adds up itself stays.
-__device__ __forceinline__ void begin_slot(Row& own, long long slot, const Exchange& exchange) {
+__device__ __forceinline__ void begin_slot(Row& own, const Known& known, long long slot,
+                                           const Exchange& exchange) {
     const Arguments& arguments = exchange.arguments;
-    const long long first = slot * STEP;
 #if TWO_SHOT
 #pragma unroll
     for (int peer = 0; peer < PEERS; ++peer) {
-        const long long row = first + rank_of(arguments, peer);
+        const long long row = slot * STEP + rank_of(arguments, peer);
         if (row >= arguments.rows) break;
+        Known others;
+        others.load(arguments, row);
         Row update;
-        load_update(update, arguments, row, exchange.place);
+        load_update(update, others, arguments, row, exchange.place);
         exchange.send(update, slot, 0, peer);
     }
-    const long long row = first + arguments.rank;
-    if (row < arguments.rows) load_update(own, arguments, row, exchange.place);
-#else
-    load_update(own, arguments, first, exchange.place);
+#endif
+    const long long row = own_row(arguments, slot);
+    if (row < arguments.rows) load_update(own, known, arguments, row, exchange.place);
+#if !TWO_SHOT
 #pragma unroll
     for (int peer = 0; peer < PEERS; ++peer) exchange.send(own, slot, 0, peer);
 #endif
@@ -274,6 +293,8 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
     const Norm norm(arguments, place);
     const int columns = arguments.columns, rank = arguments.rank;
     const long long rows = arguments.rows, step = gridDim.x;
+    Known known;
+    known.load(arguments, own_row(arguments, blockIdx.x));
     wait_for_previous_kernels();
     allow_next_kernel();
 
@@ -281,12 +302,15 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
     const Exchange exchange{arguments, place, turn};
     int count = 0;  // of rows that this block has finished
     Row own, next;
-    begin_slot(own, blockIdx.x, exchange);
+    begin_slot(own, known, blockIdx.x, exchange);
     for (long long slot = blockIdx.x; slot * STEP < rows; slot += step) {
         // What the next slot needs is on its way while this one waits.
-        if ((slot + step) * STEP < rows) begin_slot(next, slot + step, exchange);
+        if ((slot + step) * STEP < rows) {
+            known.load(arguments, own_row(arguments, slot + step));
+            begin_slot(next, known, slot + step, exchange);
+        }
         Row others[PEERS];
-        const long long first = slot * STEP, mine = TWO_SHOT ? first + rank : first;
+        const long long first = slot * STEP, mine = own_row(arguments, slot);
         if (mine < rows) {
             Row x;
             x.load(arguments.hidden + mine * arguments.hidden_stride, columns, place);
