@@ -175,7 +175,8 @@ class Ranks(Peers):
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        self._home = tempfile.TemporaryDirectory(prefix="gptoss-ranks-")
+        # Any rank may be the one who removes it.
+        self._home = tempfile.TemporaryDirectory(prefix="gptoss-ranks-", ignore_cleanup_errors=True)
         super().__init__(Rank(0, config.tp, config.ep), self._home.name)
         self.fault = ""
         self._error: Exception | None = None  # that a rank died by
@@ -210,6 +211,10 @@ class Ranks(Peers):
         for index, built in self._gather(_WARM_UP_SECONDS, "has not run its first steps"):
             if built.pages != pages:
                 raise RankFailed(f"rank {index} has {built.pages}, and rank 0 has {pages}")
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        with self.explained():
+            super().wait(event)
 
     @contextmanager
     def explained(self) -> Iterator[None]:
@@ -276,16 +281,19 @@ class Ranks(Peers):
     def _gather(self, seconds: float, silence: str) -> list[tuple[int, Any]]:
         """The next word of each; raises what one cannot be for, or how one ended, as soon as so."""
         words: list[tuple[int, Any]] = []
-        waiting = {other.connection: other for other in self._others}
+        waiting = {other.connection.fileno(): other for other in self._others}
+        poll = select.poll()
+        for descriptor in waiting:
+            poll.register(descriptor, select.POLLIN)
         deadline = time.monotonic() + seconds
         while waiting:
-            left = max(0.0, deadline - time.monotonic())
-            readable, _, _ = select.select([*waiting], [], [], left)
+            readable = poll.poll(1000 * max(0.0, deadline - time.monotonic()))
             if not readable:
                 names = ", ".join(str(other.index) for other in waiting.values())
                 raise RankFailed(f"rank {names} {silence} in {seconds:g} s")
-            for connection in readable:
-                other = waiting.pop(connection)
+            for descriptor, _ in readable:
+                poll.unregister(descriptor)
+                other = waiting.pop(descriptor)
                 word = _word(other)
                 if word is None:
                     if self._watcher.is_alive():  # Who may have heard why.

@@ -7,6 +7,7 @@ import faulthandler
 import logging
 import os
 import pickle
+import shutil
 import signal
 import socket
 from contextlib import suppress
@@ -32,10 +33,10 @@ def run(descriptor: int) -> None:
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
-    end_with(connection, lambda: os._exit(0))
     words = connection.makefile("rb")
     try:
         start = pickle.load(words)
+        end_with(connection, lambda: _end(start.folder))
         torch.set_num_threads(start.num_threads)
         runner = load_rank(start.config, _Follower(start, connection, words))
         keep_for_good()
@@ -50,6 +51,11 @@ def run(descriptor: int) -> None:
             _send(connection, sendable(error))
     finally:
         os._exit(1)
+
+
+def _end(folder: str) -> None:
+    shutil.rmtree(folder, ignore_errors=True)  # Rank 0 may have been killed.
+    os._exit(0)
 
 
 class _Follower(Peers):

@@ -296,7 +296,7 @@ from gptoss_engine.config import EngineConfig
 from gptoss_engine.runner import load_runner
 from tests.engine.test_parallel import config
 runner = load_runner(config(Path(sys.argv[1]), tp=2))
-print(runner._ranks._others[0].process.pid, flush=True)
+print(runner._ranks._others[0].process.pid, runner._ranks._home.name, flush=True)
 sys.stdin.read()
 """
 
@@ -308,11 +308,14 @@ def test_a_rank_ends_with_rank_0(folder: Path):
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=root, text=True
     ) as leader:
         assert leader.stdout is not None
-        pid = int(leader.stdout.readline())
+        words = leader.stdout.readline().split()
+        pid, home = int(words[0]), Path(words[1])
         assert not is_gone(pid)
+        assert home.is_dir()
         leader.kill()
         leader.wait()
     eventually(lambda: not is_running(pid), 5)
+    assert not home.exists()
 
 
 def is_running(pid: int) -> bool:
