@@ -37,6 +37,7 @@ def test_an_outcome() -> None:
     assert outcome.requests_per_s == 0.5
     assert outcome.tokens_per_s == 2.0
     assert outcome.num_responses == 7
+    assert outcome.mean_running == pytest.approx((0.6 + 0.3) / 4)
     figures = outcome.figures()
     assert figures["ttft_ms"] == 300  # half-way between 100 and 500
     assert figures["tpot_ms"] == 150

@@ -95,6 +95,11 @@ class Outcome:
         return sum(each.num_tokens for each in self.requests) / self.seconds
 
     @property
+    def mean_running(self) -> float:
+        """Answers under way at once: each from its first token to its last."""
+        return sum(sum(each.itls) for each in self.requests) / self.seconds
+
+    @property
     def num_responses(self) -> int:
         """Of those that carried tokens."""
         return sum(count > 0 for each in self.requests for _, count in each.responses)

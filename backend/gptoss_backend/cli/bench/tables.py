@@ -121,13 +121,15 @@ def _decode(lines: list[Line]) -> _Rows:
 
 
 def _throughput(lines: list[Line]) -> _Rows:
-    names = ("requests", "batch", "input_len", "output_len", "seconds", "tokens_per_s")
-    names = (*names, "total_tokens_per_s", "dollars_per_million", "ttft_ms", "tpot_ms")
-    headings = ("requests", "at once", "in", "out", "seconds", "tokens/s out")
+    # Lines of before it was counted do not say how many ran.
+    names = ("requests", "batch", "mean_running", "input_len", "output_len", "seconds")
+    names = (*names, "tokens_per_s", "total_tokens_per_s", "dollars_per_million")
+    names = (*names, "ttft_ms", "tpot_ms")
+    headings = ("requests", "seats", "of them taken", "in", "out", "seconds", "tokens/s out")
     headings = (*headings, "tokens/s in and out", "$/M output", "TTFT, ms", "TPOT, ms")
     rows = [
         [
-            *(_number(line[name]) for name in names),
+            *(_number(line.get(name)) for name in names),
             ", ".join(f"{name} {value}" for name, value in line["peers_tokens_per_s"].items()),
         ]
         for line in lines

@@ -83,6 +83,7 @@ def throughput(
         requests_per_s=rounded(outcome.requests_per_s),
         tokens_per_s=rounded(outcome.tokens_per_s),
         total_tokens_per_s=rounded(num_requests * (input_len + output_len) / outcome.seconds),
+        mean_running=rounded(outcome.mean_running),
         preemptions=preemptions,
         peers_tokens_per_s=peers,
         gpu_price=gpu_price,
