@@ -27,9 +27,9 @@ from gptoss_kernels.cuda.rows import check_num_chosen
 from gptoss_kernels.fp8 import BLOCK
 
 # Of the kernel with a slot for each token, as an instruction has 8 columns and a warp 32 lanes; and
-# where an expert's choices are gathered, a byte for each.
+# where an expert's choices are gathered, a round of 32 lanes for each 32.
 MAXIMUM_TOKENS, MAXIMUM_CHOICES = 8, 32
-MAXIMUM_GATHERED = 256
+MAXIMUM_GATHERED = 512
 # Up to which it was faster when it was timed: see docs/LOG.md.
 MOST_TOKENS = 8
 _SLOTS = 8  # of an entry
@@ -143,7 +143,8 @@ class FewExpertsTile:
         stage = 16 * (self.k + 4) + self.warps * _SLOTS * 20 * 4 + 16
         entries = 8 * MAXIMUM_CHOICES + 8
         if self.experts:
-            entries = (4 + _SLOTS) * MAXIMUM_GATHERED + 8 + 4 * self.experts
+            most = self.experts + MAXIMUM_GATHERED // _SLOTS
+            entries = (4 + 2 * _SLOTS) * most + 16 + 4 * self.experts
         return self.stages * stage + entries
 
     @property

@@ -39,7 +39,6 @@ constexpr int N_BLOCKS = (N + BLOCK - 1) / BLOCK;
 constexpr int UNITS = N / UNIT;
 constexpr int GROUPS = (K_BLOCKS + WARPS - 1) / WARPS;
 static_assert(GATHERS || MAXIMUM_CHOICES <= 32, "a slot is a token, a lane a choice");
-static_assert(MAXIMUM_CHOICES <= 256, "a byte has a choice");
 
 constexpr int STAGE_BYTES = TILE_UNITS * UNIT * K;
 constexpr int BIAS_BYTES = TILE_UNITS * UNIT * 4;
@@ -50,8 +49,10 @@ constexpr int PARTIALS_OFFSET = BIAS_OFFSET + STAGES * BIAS_BYTES;
 constexpr int FULL_OFFSET = PARTIALS_OFFSET + STAGES * WARPS * PARTIAL_BYTES;
 constexpr int SUMMED_OFFSET = FULL_OFFSET + STAGES * 8;
 constexpr int ENTRIES_OFFSET = SUMMED_OFFSET + STAGES * 8;
-constexpr int ENTRY_BYTES = GATHERS ? 4 + SLOTS : 8;
-constexpr int COUNT_OFFSET = ENTRIES_OFFSET + MAXIMUM_CHOICES * ENTRY_BYTES;
+constexpr int ENTRY_BYTES = GATHERS ? 4 + SLOTS * 2 : 8;
+// Of each expert one entry may not be full.
+constexpr int MAXIMUM_ENTRIES = GATHERS ? EXPERTS + MAXIMUM_CHOICES / SLOTS : MAXIMUM_CHOICES;
+constexpr int COUNT_OFFSET = (ENTRIES_OFFSET + MAXIMUM_ENTRIES * ENTRY_BYTES + 7) / 8 * 8;
 constexpr int COUNTS_OFFSET = COUNT_OFFSET + 8;  // of choices, then of entries before, by expert
 static_assert(COUNTS_OFFSET + EXPERTS * 4 <= SHARED_BYTES, "the launch gives too little memory");
 static_assert(EXPERTS % 32 == 0, "lanes share experts");
@@ -77,15 +78,15 @@ __device__ __forceinline__ void prefetch_line(const void* source) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(source) : "memory");
 }
 
-__device__ __forceinline__ void store_shared_byte(uint32_t address, int value) {
-    asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+__device__ __forceinline__ void store_shared(uint32_t address, unsigned short value) {
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(value) : "memory");
 }
 
 // ---- who does what ----------------------------------------------------------------------------
 
 // In shared memory: the expert, and a bit for each choice, of which a token's first counts. Where
 // choices are gathered the expert and above it, each in 16 bits, how many there are for this entry
-// and those behind it; then the numbers of this one's in a byte each.
+// and those behind it; then the numbers of this one's in 16 bits each.
 struct Entry {
     uint32_t address;
 
@@ -101,8 +102,8 @@ struct Entry {
     __device__ __forceinline__ int choice_of(int slot, int num_tokens) const {
         if constexpr (GATHERS) {
             if (slot >= load_shared_int(address) >> 16) return -1;
-            const uint32_t four = load_shared_int(address + 4 + slot / 4 * 4);
-            return four >> slot % 4 * 8 & 0xFF;
+            const uint32_t two = load_shared_int(address + 4 + slot / 2 * 4);
+            return two >> slot % 2 * 16 & 0xFFFF;
         } else {
             if (slot >= num_tokens) return -1;
             const uint32_t choices = load_shared_int(address + 4);
@@ -150,12 +151,16 @@ __device__ __forceinline__ int fill_entries(uint32_t shared, const Arguments& ar
     int expert[ROUNDS], rank[ROUNDS];  // among the choices of one expert
     uint32_t same[ROUNDS];
 #pragma unroll
-    for (int i = 0; i < ROUNDS; ++i) expert[i] = take_choice(arguments, i * 32 + lane);
+    for (int i = 0; i < ROUNDS; ++i) {
+        if (i * 32 >= num_choices) break;
+        expert[i] = take_choice(arguments, i * 32 + lane);
+    }
 #pragma unroll
     for (int i = 0; i < EACH; ++i) store_shared(counts + (i * 32 + lane) * 4, 0);
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
-        if (i * 32 < num_choices) same[i] = __match_any_sync(ALL_LANES, expert[i]);
+        if (i * 32 >= num_choices) break;
+        same[i] = __match_any_sync(ALL_LANES, expert[i]);
     }
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
@@ -193,9 +198,11 @@ __device__ __forceinline__ int fill_entries(uint32_t shared, const Arguments& ar
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
+        if (i * 32 >= num_choices) break;
         if (expert[i] < 0) continue;
         const Entry entry(shared, load_shared_int(counts + expert[i] * 4) + rank[i] / SLOTS);
-        store_shared_byte(entry.address + 4 + rank[i] % SLOTS, i * 32 + lane);
+        store_shared(entry.address + 4 + rank[i] % SLOTS * 2,
+                     static_cast<unsigned short>(i * 32 + lane));
     }
     return total;
 }
