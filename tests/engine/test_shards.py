@@ -257,7 +257,7 @@ def test_the_published_heads_go_to_the_ranks_in_order(tp: int):
             model_config(intermediate_size=480),
             Rank(0, 8),
             "tp must be at most 4 where experts are cut, got 8: intermediate_size (480) has 4 "
-            "blocks of 128",
+            "blocks of 128; with ep 8 each rank has whole ones",
         ),
         (
             # Three key heads of 64 a rank: the second rank's start in the middle of a block.

@@ -303,6 +303,51 @@ def test_a_broken_engine_tells_everybody_and_ends_the_server(tmp_path: Path) -> 
 
 
 @pytest.mark.server
+def test_a_rank_that_dies_is_told_everybody_and_leaves_nothing(tmp_path: Path) -> None:
+    ports = Ports.free()
+    options = ("--device", "cpu", "--tp", "2", "--ep", "2", "--engine-process", "on")
+    with (
+        _serving(ports, tmp_path / "log", model_repository(), *options) as serve,
+        ChatClient(ports.url("grpc")) as client,
+    ):
+        answer = client.ask(text_input="What is 1 + 1?", ignore_eos=True, max_tokens=4000)
+        next(answer)
+        (rank,) = _ranks_below(serve.pid)
+        started = time.monotonic()
+        os.kill(rank, signal.SIGKILL)
+        with pytest.raises(RequestFailed, match=r"rank 1 was killed by signal 9 \(Killed\)"):
+            list(answer)
+        assert time.monotonic() - started < 5
+        assert serve.wait(20) == 1
+        assert not Path(f"/proc/{rank}").exists()
+        assert not [*_REGIONS.glob(f"{shared_memory_prefix(serve.pid)}*")]
+    ports.check_free()
+
+
+def _ranks_below(ancestor: int) -> list[int]:
+    """The processes of ranks that this one, or its children, have started."""
+
+    def parent(pid: int) -> int:
+        try:
+            return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            return 0
+
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            is_rank = b"gptoss_engine.rank_process" in path.read_bytes()
+        except OSError:
+            continue
+        pid = above = int(path.parent.name)
+        while is_rank and above > 1 and above != ancestor:
+            above = parent(above)
+        if is_rank and above == ancestor:
+            found.append(pid)
+    return found
+
+
+@pytest.mark.server
 def test_an_engine_that_hangs_ends_the_server(tmp_path: Path) -> None:
     ports = Ports.free()
     models = _models_with_engine(tmp_path, _STUCK_LATER)
