@@ -351,6 +351,12 @@ def _check_update(hidden: Tensor, update: Tensor | Mixture) -> None:
         check_row_matrix("update", update, hidden, "hidden")
 
 
+def check_own_experts(experts: range, num_experts: int) -> None:
+    """Those of all that a rank has."""
+    if experts.step != 1 or not 0 <= experts.start < experts.stop <= num_experts:
+        raise ValueError(f"experts must be some of range(0, {num_experts}), got {experts}")
+
+
 def check_select_inputs(
     rows: Tensor, table: Tensor, rows_name: str = "rows", table_name: str = "hidden"
 ) -> None:

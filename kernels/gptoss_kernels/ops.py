@@ -150,6 +150,8 @@ class CommonOperators(Protocol):
         weight: Tensor,
         bias: Tensor,
         num_chosen: int,
+        *,
+        experts: range | None = None,
     ) -> Routed: ...
 
     def linear(

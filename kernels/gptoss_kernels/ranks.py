@@ -5,7 +5,6 @@ would add to the residual stream is its part of a sum over all ranks: wherever a
 something to add, the sum is added instead, the same bits on every rank. All else is the rank's own.
 """
 
-import torch
 from torch import Tensor
 
 from gptoss_kernels.contracts import Mixture, Routed
@@ -84,10 +83,13 @@ class RankOperators:
         weight: Tensor,
         bias: Tensor,
         num_chosen: int,
+        *,
+        experts: range | None = None,
     ) -> Routed:
-        """reference.norm_route over all experts, then of_rank of the rank's."""
-        routed = self._operators.norm_route(hidden, norm_weight, eps, weight, bias, num_chosen)
-        return routed if self._experts is None else of_rank(routed, self._experts)
+        """reference.norm_route over all experts, of which the rank's own are taken."""
+        own = self._experts if experts is None else experts
+        arguments = (hidden, norm_weight, eps, weight, bias, num_chosen)
+        return self._operators.norm_route(*arguments, experts=own)
 
     def combine(
         self,
@@ -101,18 +103,3 @@ class RankOperators:
         if residual is None:
             return self._operators.combine(outputs, rows, chosen_weights)
         return self._reduction.add(residual, Mixture(outputs, rows, chosen_weights))
-
-
-def of_rank(routed: Routed, experts: range) -> Routed:
-    """The choices of these experts alone, counted from the first of them.
-
-    Another rank's is -1, as one that is none, so that it costs nothing, and its weight 0, so that
-    it adds nothing. The weights of a token that chose none stay NaN.
-    """
-    is_mine = (routed.chosen >= experts.start) & (routed.chosen < experts.stop)
-    is_anothers = (routed.chosen >= 0) & ~is_mine
-    return Routed(
-        routed.normed,
-        torch.where(is_mine, routed.chosen - experts.start, -1),
-        routed.weights.masked_fill(is_anothers, 0),
-    )

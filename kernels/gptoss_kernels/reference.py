@@ -466,13 +466,23 @@ def norm_route(
     weight: Tensor,
     bias: Tensor,
     num_chosen: int,
+    *,
+    experts: range | None = None,
 ) -> Routed:
     """normed = rms_norm(hidden, norm_weight, eps), and route(normed, weight, bias, num_chosen)
 
     -> normed [T, H], chosen [T, K] int64, weights [T, K] in hidden.dtype.
+
+    experts: those that a rank has. Numbers are counted from its first one; another rank's is -1, as
+    one that is none, so that it costs nothing, and has a weight of 0, so that it adds nothing.
     """
     normed = rms_norm(hidden, norm_weight, eps)
-    return Routed(normed, *route(normed, weight, bias, num_chosen))
+    chosen, weights = route(normed, weight, bias, num_chosen)
+    if experts is not None:
+        is_own = (chosen >= experts.start) & (chosen < experts.stop)
+        weights = weights.masked_fill((chosen >= 0) & ~is_own, 0)
+        chosen = torch.where(is_own, chosen - experts.start, -1)
+    return Routed(normed, chosen, weights)
 
 
 def swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
@@ -575,7 +585,7 @@ def combine(
     """sum_k chosen_weights[t, k] * outputs[rows[t, k]] + residual[t], in fp32 in this order
 
     outputs [R, H]; rows int32, chosen_weights [T, K]; residual [T, H] -> [T, H] in outputs.dtype.
-    A weight of 0 adds nothing, whatever lies in its row, or where it is none: see ranks.of_rank.
+    A weight of 0 adds nothing, whatever lies in its row, or where it is none: see norm_route.
     """
     total = outputs.new_zeros(len(rows), outputs.shape[1], dtype=torch.float32)
     for row, weight in zip(rows.T, chosen_weights.T, strict=True):

@@ -27,9 +27,8 @@ from gptoss_engine.model_config import InvalidCheckpoint
 from gptoss_engine.runner import load_runner
 from gptoss_engine.shards import Rank
 from gptoss_engine.types import GenerationRequest, SamplingParams, TokenChunk, Unavailable
-from gptoss_kernels import ops
-from gptoss_kernels import ranks as rank_operators
-from gptoss_kernels.ops import Reduction
+from gptoss_kernels import ops, reference
+from gptoss_kernels.ops import Reduction, Routed
 from gptoss_kernels.testing import norm_error, rel_error
 
 from ..tiny_checkpoint import original_tensors, write
@@ -113,13 +112,14 @@ def test_a_wrong_rank_shows(folder: Path, monkeypatch: pytest.MonkeyPatch):
     with monkeypatch.context() as patch:
         patch.setattr(shards, "experts", lambda config, rank: range(4))
         assert error(2, 2) > 1000 * BOUND
-    right_choice = rank_operators.of_rank
+    right_route = reference.norm_route
+
+    def with_all_weights(*arguments: Any, experts: range | None = None) -> Routed:
+        routed = right_route(*arguments, experts=experts)
+        return routed._replace(weights=right_route(*arguments).weights)
+
     with monkeypatch.context() as patch:
-        patch.setattr(
-            rank_operators,
-            "of_rank",
-            lambda routed, mine: right_choice(routed, mine)._replace(weights=routed.weights),
-        )
+        patch.setattr(reference, "norm_route", with_all_weights)
         assert error(2, 2) > 1000 * BOUND
 
 

@@ -5,7 +5,8 @@ of two experts that nearly tie is chosen. Inputs whose sums are exact have no su
 """
 
 import math
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ SHARE = 1e-2  # of tokens that may choose otherwise; seen on the CPU, in fp32: b
 MODELS = ((2880, 128, 4), (2880, 32, 4), (320, 16, 4), (128, 8, 2), (336, 100, 3), (16, 3, 3))
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
+Change = Callable[[str], str] | None
 
 
 def random_inputs(
@@ -147,9 +149,61 @@ def test_zeros_of_both_signs_tie_and_a_nan_chooses_nothing() -> None:
         assert bool(weights[::2].isfinite().all())
 
 
+RANKS = [range(16), range(16, 32), range(5, 6)]  # of 32 experts
+
+
+def rank_agrees(inputs: Inputs, experts: range, together: bool, change: Change = None) -> bool:
+    """With its own experts alone, of a token without any, too, which no rank has."""
+    device = str(inputs[0].device)
+    out = poisoned(len(inputs[0]), inputs[0].shape[1], 4, device)
+    with emulated(change=change) if device == "cpu" else nullcontext():
+        norm_route(*inputs[:2], EPS, *inputs[2:], 4, out=out, experts=experts, together=together)
+    expected = reference.norm_route(*inputs[:2], EPS, *inputs[2:], 4, experts=experts)
+    # NaN equal nothing.
+    is_nan = torch.equal(out.weights.isnan(), expected.weights.isnan())
+    out, expected = (each._replace(weights=each.weights.nan_to_num()) for each in (out, expected))
+    known = inputs[0].isfinite().all(1)
+    out, expected = (each._replace(normed=each.normed[known]) for each in (out, expected))
+    return is_nan and agrees(out, expected)
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("experts", RANKS)
+def test_another_ranks_experts_cost_and_add_nothing(experts: range, together: bool) -> None:
+    inputs = tying_inputs(21, 336, 32, "cpu")
+    inputs[0][4, 3] = math.nan
+    assert rank_agrees(inputs, experts, together)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("const int number = expert - own.first;", "const int number = expert;"),
+        ("is_own || expert < 0 ? weight : 0", "weight"),
+        ("is_own || expert < 0 ? weight : 0", "is_own ? weight : 0"),
+        ("number < own.count", "number <= own.count"),
+    ],
+)
+def test_another_ranks_expert_taken_for_ones_own_is_seen(old: str, new: str) -> None:
+    inputs = tying_inputs(21, 336, 32, "cpu")
+    inputs[0][4, 3] = math.nan
+    assert not all(rank_agrees(inputs, own, True, replacing(old, new)) for own in RANKS)
+
+
 # ---- on a GPU ----------------------------------------------------------------------------------
 
 gpu = pytest.mark.gpu
+
+
+@gpu
+@pytest.mark.parametrize("num_tokens", [3, 300])
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("experts", RANKS)
+def test_a_rank_on_a_gpu(experts: range, together: bool, num_tokens: int) -> None:
+    inputs = tying_inputs(num_tokens, 336, 32)
+    inputs[0][1, 3] = math.nan
+    torch.cuda.synchronize()
+    assert rank_agrees(inputs, experts, together)
 
 
 @gpu
@@ -267,6 +321,15 @@ def test_bad_input_is_refused(num_tokens: int, position: int, change, sentence: 
     hidden, norm_weight, weight, bias, num_chosen = inputs
     with pytest.raises(ValueError, match=sentence):
         norm_route(hidden, norm_weight, EPS, weight, bias, num_chosen)
+
+
+@pytest.mark.parametrize("experts", [range(0), range(8, 17), range(-1, 3), range(0, 16, 2)])
+@pytest.mark.parametrize("num_tokens", [4, 2000])
+def test_experts_that_are_none_are_refused(num_tokens: int, experts: range) -> None:
+    inputs = random_inputs(num_tokens, 320, 16, "cpu")
+    sentence = rf"experts must be some of range\(0, 16\), got range\({experts.start}, "
+    with pytest.raises(ValueError, match=sentence):
+        norm_route(*inputs[:2], EPS, *inputs[2:], 4, experts=experts)
 
 
 def test_one_launch_for_more_than_a_cluster_has_is_refused() -> None:

@@ -122,6 +122,29 @@ def test_a_norm_with_what_it_feeds_is_one_after_the_other(dtype: torch.dtype):
     assert torch.equal(routed.weights, weights)
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_choice_is_one_ranks(ranks: int):
+    hidden, norm_weight = random(9, 32), torch.ones(32)
+    hidden[2, 0] = torch.nan
+    router = (random(8, 32, seed=2), random(8, seed=3), 3)
+    whole = reference.norm_route(hidden, norm_weight, 1e-5, *router)
+    each = 8 // ranks
+    counts = torch.zeros_like(whole.chosen)
+    for first in range(0, 8, each):
+        experts = range(first, first + each)
+        part = reference.norm_route(hidden, norm_weight, 1e-5, *router, experts=experts)
+        assert part.chosen.is_contiguous()
+        assert part.weights.is_contiguous()
+        is_own = part.chosen >= 0
+        counts += is_own
+        assert torch.equal(part.chosen[is_own] + first, whole.chosen[is_own])
+        assert torch.equal(part.weights[is_own], whole.weights[is_own])
+        assert not part.weights[~is_own & (whole.chosen >= 0)].any()
+        assert part.weights[2].isnan().all()
+        assert (part.chosen[2] == -1).all()
+    assert torch.equal(counts, (whole.chosen >= 0).long())
+
+
 def gpt_oss_table(num_positions: int, head_dim: int, factor: float = 32.0) -> Tensor:
     return reference.rope_table(
         num_positions,

@@ -17,17 +17,26 @@ __device__ __forceinline__ float logit_of(uint32_t key) {
     return __uint_as_float((order & 0x8000 ? order ^ 0x8000 : order ^ 0xFFFF) << 16);
 }
 
+// Experts that this rank has, of all.
+struct OwnExperts {
+    int first, count;
+};
+
 // Of a token, the k-th in lane k: an expert and its weight in bf16; -1 and NaN with a NaN among the
 // logits.
 struct Choice {
     int expert;
     unsigned short weight;
 
-    __device__ __forceinline__ void store(long long* chosen, unsigned short* weights) const {
+    // Counted from the first of this rank's; another rank's as -1 and 0.
+    __device__ __forceinline__ void store(long long* chosen, unsigned short* weights,
+                                          const OwnExperts& own) const {
         const int lane = threadIdx.x % 32;
         if (lane >= CHOSEN) return;
-        chosen[lane] = expert;
-        weights[lane] = weight;
+        const int number = expert - own.first;
+        const bool is_own = expert >= 0 && 0 <= number && number < own.count;
+        chosen[lane] = is_own ? number : -1;
+        weights[lane] = is_own || expert < 0 ? weight : 0;
     }
 };
 

@@ -7,6 +7,7 @@ struct Arguments {
     long long* chosen;
     unsigned short* chosen_weights;
     int num_tokens;
+    OwnExperts own;
 };
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
@@ -24,5 +25,5 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         keys[i] = expert < EXPERTS ? key_of(logits[expert], expert) : 0;
     }
     choose_by_keys(keys).store(arguments.chosen + token * CHOSEN,
-                               arguments.chosen_weights + token * CHOSEN);
+                               arguments.chosen_weights + token * CHOSEN, arguments.own);
 }

@@ -25,6 +25,7 @@ struct Arguments {
     long long* chosen;
     bf16* chosen_weights;
     int num_tokens;
+    OwnExperts own;
     long long hidden_stride, normed_stride;
     float eps;
 };
@@ -234,7 +235,8 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
                               ? shared.keys[turn][place.warp][expert] : 0;
             }
             choose_by_keys(keys).store(arguments.chosen + chosen_for * (long long)CHOSEN,
-                                       arguments.chosen_weights + chosen_for * (long long)CHOSEN);
+                                       arguments.chosen_weights + chosen_for * (long long)CHOSEN,
+                                       arguments.own);
         }
         tokens.store(arguments, first, rank, place);
     }

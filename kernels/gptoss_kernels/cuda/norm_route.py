@@ -42,6 +42,7 @@ def norm_route(
     bias: Tensor,
     num_chosen: int,
     *,
+    experts: range | None = None,
     out: Routed | None = None,
     together: bool | None = None,
 ) -> Routed:
@@ -49,15 +50,17 @@ def norm_route(
 
     `hidden` [T, H] bf16, H a multiple of 16; `norm_weight` [H] fp32; `weight` [E, H] and `bias` [E]
     bf16, E up to 512; K up to 8 and E. Of equal logits the lowest expert is chosen first; a token
-    with a NaN among them chooses -1, with weights of NaN. Weights and bias must not be written by
-    the kernel launched just before on the same stream: they are read while that one may still run.
-    `together`: whether one launch does it, which takes E up to 128 and H up to 2880; as is faster
-    if it is not given. Raises ValueError on anything else, and runtime.CudaError where there is no
-    Hopper GPU.
+    with a NaN among them chooses -1, with weights of NaN. `experts`: those that this rank has;
+    numbers are counted from its first one, and another's is -1 with a weight of 0. Weights and bias
+    must not be written by the kernel launched just before on the same stream: they are read while
+    that one may still run. `together`: whether one launch does it, which takes E up to 128 and H up
+    to 2880; as is faster if it is not given. Raises ValueError on anything else, and
+    runtime.CudaError where there is no Hopper GPU.
     """
     if hidden.dim() != 2:  # all else is checked later, once for many calls
         contracts.check_row_matrix("hidden", hidden, hidden)
     inputs = (hidden, norm_weight, weight, bias)
+    own = range(weight.shape[0]) if experts is None else experts
     if together is None:
         fits = weight.shape[0] <= MAXIMUM_EXPERTS and hidden.shape[1] <= MAXIMUM_COLUMNS
         together = fits and len(hidden) <= most_together(weight.shape[0])
@@ -65,21 +68,21 @@ def norm_route(
         out = _room(hidden, num_chosen)
     if together and len(hidden):
         launch(
-            ("norm_route", eps, num_chosen),
+            ("norm_route", eps, num_chosen, own),
             (*inputs, *out),
-            lambda: _prepare(num_chosen, eps, inputs, out),
+            lambda: _prepare(num_chosen, eps, inputs, out, own),
         )
         return out
     # Each time: what PyTorch multiplies is refused in its own words.
-    _check(num_chosen, inputs, out)
+    _check(num_chosen, inputs, out, own)
     normed, chosen, chosen_weights = out
     if len(hidden):
         rms_norm(hidden, norm_weight, eps, out=normed)
         logits = torch.nn.functional.linear(normed, weight, bias)
         launch(
-            ("choose_experts",),
+            ("choose_experts", own),
             (logits, chosen, chosen_weights),
-            lambda: _prepare_choice(logits, chosen, chosen_weights),
+            lambda: _prepare_choice(logits, chosen, chosen_weights, own),
         )
     return out
 
@@ -153,6 +156,16 @@ def choice_spec(num_experts: int, num_chosen: int) -> runtime.KernelSpec:
     )
 
 
+class _OwnExperts(ctypes.Structure):
+    """As choice.cuh has it."""
+
+    _fields_ = tuple((name, ctypes.c_int) for name in ("first", "count"))
+
+    @classmethod
+    def of(cls, experts: range) -> _OwnExperts:
+        return cls(experts.start, len(experts))
+
+
 class _Arguments(ctypes.Structure):
     _fields_ = (
         *(
@@ -163,6 +176,7 @@ class _Arguments(ctypes.Structure):
             )
         ),
         ("num_tokens", ctypes.c_int),
+        ("own", _OwnExperts),
         *((name, ctypes.c_longlong) for name in ("hidden_stride", "normed_stride")),
         ("eps", ctypes.c_float),
     )
@@ -172,22 +186,30 @@ class _ChoiceArguments(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("logits", "chosen", "chosen_weights")),
         ("num_tokens", ctypes.c_int),
+        ("own", _OwnExperts),
     )
 
 
-def _check(num_chosen: int, inputs: tuple[Tensor, Tensor, Tensor, Tensor], out: Routed) -> None:
+def _check(
+    num_chosen: int, inputs: tuple[Tensor, Tensor, Tensor, Tensor], out: Routed, own: range
+) -> None:
     hidden, norm_weight, weight, bias = inputs
     contracts.check_route_inputs(hidden, norm_weight, weight, bias, num_chosen)
     check_columns("hidden", hidden)
     check_num_chosen(num_chosen)
     contracts.check_routed(out, hidden, num_chosen)
+    contracts.check_own_experts(own, len(weight))
     contracts.check_gpu(hidden, "hidden")
 
 
 def _prepare(
-    num_chosen: int, eps: float, inputs: tuple[Tensor, Tensor, Tensor, Tensor], out: Routed
+    num_chosen: int,
+    eps: float,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor],
+    out: Routed,
+    own: range,
 ) -> runtime.Launch:
-    _check(num_chosen, inputs, out)
+    _check(num_chosen, inputs, out, own)
     hidden, _, weight, _ = inputs
     if len(weight) > MAXIMUM_EXPERTS or hidden.shape[1] > MAXIMUM_COLUMNS:
         raise ValueError(
@@ -204,13 +226,15 @@ def _prepare(
         arguments=(
             _Arguments(
                 *(tensor.data_ptr() for tensor in (*inputs, *out)),
-                *(len(hidden), hidden.stride(0), out.normed.stride(0), eps),
+                *(len(hidden), _OwnExperts.of(own), hidden.stride(0), out.normed.stride(0), eps),
             ),
         ),
     )
 
 
-def _prepare_choice(logits: Tensor, chosen: Tensor, chosen_weights: Tensor) -> runtime.Launch:
+def _prepare_choice(
+    logits: Tensor, chosen: Tensor, chosen_weights: Tensor, own: range
+) -> runtime.Launch:
     num_tokens, num_experts = logits.shape
     return runtime.Launch(
         runtime.load(choice_spec(num_experts, chosen.shape[1]), logits.device.index),
@@ -218,7 +242,8 @@ def _prepare_choice(logits: Tensor, chosen: Tensor, chosen_weights: Tensor) -> r
         threads=32 * _CHOOSING_WARPS,
         arguments=(
             _ChoiceArguments(
-                *(logits.data_ptr(), chosen.data_ptr(), chosen_weights.data_ptr(), num_tokens)
+                *(logits.data_ptr(), chosen.data_ptr(), chosen_weights.data_ptr(), num_tokens),
+                _OwnExperts.of(own),
             ),
         ),
     )
