@@ -152,8 +152,8 @@ def _blocks_share(size: int, rank: Rank) -> slice:
     if blocks < rank.tp:
         raise InvalidConfig(
             f"tp must be at most {blocks} where experts are cut, got {rank.tp}: "
-            f"intermediate_size ({size}) has {blocks} blocks of {BLOCK}; with ep {rank.tp} each rank "
-            "has whole ones"
+            f"intermediate_size ({size}) has {blocks} blocks of {BLOCK}; with ep {rank.tp} each "
+            "rank has whole ones"
         )
     each, more = divmod(blocks, rank.tp)
     first = rank.index * each + min(rank.index, more)
