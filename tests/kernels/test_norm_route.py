@@ -178,10 +178,10 @@ def test_another_ranks_experts_cost_and_add_nothing(experts: range, together: bo
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("const int number = expert - own.first;", "const int number = expert;"),
-        ("is_own || expert < 0 ? weight : 0", "weight"),
-        ("is_own || expert < 0 ? weight : 0", "is_own ? weight : 0"),
-        ("number < own.count", "number <= own.count"),
+        ("expert - arguments.own.first", "expert"),
+        ("share = 0", "share = weight"),
+        ("if (expert >= 0) share", "share"),
+        ("number) >= uint32_t", "number) > uint32_t"),
     ],
 )
 def test_another_ranks_expert_taken_for_ones_own_is_seen(old: str, new: str) -> None:

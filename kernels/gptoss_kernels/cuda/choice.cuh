@@ -29,14 +29,19 @@ struct Choice {
     unsigned short weight;
 
     // Counted from the first of this rank's; another rank's as -1 and 0.
-    __device__ __forceinline__ void store(long long* chosen, unsigned short* weights,
-                                          const OwnExperts& own) const {
+    template <typename Arguments>
+    __device__ __forceinline__ void store(const Arguments& arguments, int token) const {
         const int lane = threadIdx.x % 32;
         if (lane >= CHOSEN) return;
-        const int number = expert - own.first;
-        const bool is_own = expert >= 0 && 0 <= number && number < own.count;
-        chosen[lane] = is_own ? number : -1;
-        weights[lane] = is_own || expert < 0 ? weight : 0;
+        const long long place = token * (long long)CHOSEN + lane;
+        int number = expert - arguments.own.first;
+        unsigned short share = weight;
+        if (uint32_t(number) >= uint32_t(arguments.own.count)) {
+            number = -1;
+            if (expert >= 0) share = 0;
+        }
+        arguments.chosen[place] = number;
+        arguments.chosen_weights[place] = share;
     }
 };
 

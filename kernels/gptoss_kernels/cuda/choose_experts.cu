@@ -24,6 +24,5 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         const int expert = i * 32 + lane;
         keys[i] = expert < EXPERTS ? key_of(logits[expert], expert) : 0;
     }
-    choose_by_keys(keys).store(arguments.chosen + token * CHOSEN,
-                               arguments.chosen_weights + token * CHOSEN, arguments.own);
+    choose_by_keys(keys).store(arguments, token);
 }

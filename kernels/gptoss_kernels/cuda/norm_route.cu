@@ -234,9 +234,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
                 keys[i] = expert < BLOCKS * EXPERTS_A_BLOCK
                               ? shared.keys[turn][place.warp][expert] : 0;
             }
-            choose_by_keys(keys).store(arguments.chosen + chosen_for * (long long)CHOSEN,
-                                       arguments.chosen_weights + chosen_for * (long long)CHOSEN,
-                                       arguments.own);
+            choose_by_keys(keys).store(arguments, chosen_for);
         }
         tokens.store(arguments, first, rank, place);
     }
