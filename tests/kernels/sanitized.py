@@ -616,14 +616,12 @@ SUMS_ARRIVE = (
 
 # Of which the last one's choices are one expert's, and others' may be none's. Of the served sizes a
 # block goes round its ring of slots. Of the most tokens experts have several entries.
-FEW_TOKENS = (1, 3, MAXIMUM_TOKENS, 40)
-FEW_EXPERTS = 3
+FEW_TOKENS = (1, 3, MAXIMUM_TOKENS, 20)
 
 
-def experts_error(
-    tokens: int, sizes: tuple[int, int, int], tiles: tuple[FewExpertsTile, FewExpertsTile]
-) -> float:
-    (hidden, inner, num_chosen), num_experts = sizes, FEW_EXPERTS
+def experts_error(tokens: int, tiles: tuple[FewExpertsTile, FewExpertsTile]) -> float:
+    num_experts = 3
+    num_chosen, hidden, inner = tiles[0].chosen, tiles[0].k, tiles[1].k
     x = torch.randn(tokens, hidden).bfloat16()
     chosen = torch.randint(-1, num_experts + 1, (tokens, num_chosen))
     chosen[-1] = 1
@@ -658,16 +656,19 @@ class FewExpertsWhereAllArrive(FewExpertsTile):
         )
 
 
+def few_sizes(model: ModelSizes) -> tuple[int, int, int, int]:
+    return model.num_experts, model.hidden, model.intermediate, model.experts_per_token
+
+
 def experts_calls(tile_class: type[FewExpertsTile]) -> Iterator[Call]:
-    models = SERVED_MODELS.values()
-    every = {(model.hidden, model.intermediate, model.experts_per_token) for model in models}
-    for sizes, tokens in product(sorted(every), FEW_TOKENS):
-        served = choose_few_tiles(tokens, FEW_EXPERTS, *sizes)
+    every = dict.fromkeys(
+        (tokens, choose_few_tiles(tokens, *few_sizes(model)))
+        for model, tokens in product(SERVED_MODELS.values(), FEW_TOKENS)
+    )
+    for tokens, served in every:
         assert served is not None
         first, second = (tile_class(**vars(tile)) for tile in served)
-        yield Call(
-            (first.spec, second.spec), partial(experts_error, tokens, sizes, (first, second))
-        )
+        yield Call((first.spec, second.spec), partial(experts_error, tokens, (first, second)))
 
 
 # ---- attention --------------------------------------------------------------------------------
