@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gptoss_kernels import reference
-from gptoss_kernels.contracts import Mixture, empty_scale
+from gptoss_kernels.contracts import Dispatched, Mixture, empty_scale
 from gptoss_kernels.cuda import compiler, runtime
 from gptoss_kernels.cuda.attention import attention
 from gptoss_kernels.cuda.combine import combine
@@ -216,6 +216,28 @@ def test_dispatch(launches: Literal[1, 3, 4], seed: int) -> None:
         out = dispatch_fp8(x, chosen, 8, launches=launches)
     for ours, expected in zip(out, reference.dispatch_fp8(x, chosen, 8), strict=True):
         assert torch.equal(ours.float(), expected.float())
+
+
+@pytest.mark.parametrize("num_own", [0, 4])
+@pytest.mark.parametrize("launches", [1, 3, 4])
+def test_dispatch_writes_nothing_for_another_ranks_experts(
+    launches: Literal[1, 3, 4], num_own: int
+) -> None:
+    x, chosen = normal(9, 320).bfloat16(), normal(9, 8).topk(4).indices
+    chosen = torch.where(chosen < num_own, chosen, -1)
+    values, scale = torch.full((36, 320), 0x7F, dtype=torch.uint8), empty_scale(36, 320, "cpu")
+    starts, rows = (torch.empty(shape, dtype=torch.int32) for shape in ((9,), (9, 4)))
+    room = Dispatched(values.view(torch.float8_e4m3fn), scale.fill_(torch.nan), starts, rows)
+    with emulated(1):
+        dispatch_fp8(x, chosen, 8, launches=launches, out=room)
+    expected = reference.dispatch_fp8(x, chosen, 8)
+    end = int(expected.expert_start[-1])
+    assert torch.equal(room.expert_start, expected.expert_start)
+    assert torch.equal(room.rows, expected.rows)
+    assert torch.equal(values[:end], expected.values[:end].view(torch.uint8))
+    assert torch.equal(scale[:end], expected.scale[:end])
+    assert bool((values[end:] == 0x7F).all())
+    assert bool(scale[end:].isnan().all())
 
 
 @SEEDS

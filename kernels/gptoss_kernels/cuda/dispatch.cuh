@@ -3,7 +3,8 @@
 //
 // A choice is one of the T CHOSEN entries of `chosen`, numbered as they are stored. Rows are in the
 // order of their choices' experts, and for one expert in the order of the choices. What is no
-// expert's number counts as the one behind the last: its rows lie behind all others.
+// expert's number counts as the one behind the last: its rows lie behind all others, and are not
+// written.
 
 // As int64 or int32; as unsigned numbers, in which no negative one is an expert.
 #if CHOSEN_BYTES == 8

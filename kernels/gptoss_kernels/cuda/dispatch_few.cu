@@ -52,9 +52,10 @@ __device__ __forceinline__ void move_token(const Arguments& arguments, int token
         rows[k] = 0;
 #pragma unroll
         for (int warp = 0; warp < WARPS; ++warp) rows[k] += below[k][warp];
-        quantised.store(arguments.values + rows[k] * arguments.values_stride,
-                        arguments.scale + rows[k], arguments.scale_stride, arguments.columns,
-                        place);
+        if (keys[k] >> KEY_BITS < EXPERTS)
+            quantised.store(arguments.values + rows[k] * arguments.values_stride,
+                            arguments.scale + rows[k], arguments.scale_stride, arguments.columns,
+                            place);
         if (threadIdx.x == 0) arguments.rows[token * CHOSEN + k] = rows[k];
     }
 }

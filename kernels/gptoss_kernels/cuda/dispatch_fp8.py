@@ -44,11 +44,11 @@ def dispatch_fp8(
     `x` [T, H] bf16, H a multiple of 16; `chosen` [T, K] int64 or int32, K up to 8, from 0 to
     num_experts - 1, at most 512. Expert e owns the rows expert_start[e] : expert_start[e + 1], in
     the order of their tokens; token t's row for chosen[t, k] is rows[t, k]. Values of `chosen` stay
-    on the device: one that is no expert's number has its row behind all experts', and
-    expert_start ends before it. `launches`: how many of them do it; choose_launches' if it is not
-    given. `ahead`: contiguous, a multiple of 16 bytes, fetched into L2 by one launch while that
-    before still runs, which must not write it; more launches leave it. Raises ValueError on
-    anything else, and runtime.CudaError where there is no Hopper GPU.
+    on the device: one that is no expert's number has its row behind all experts', where nothing is
+    written, and expert_start ends before it. `launches`: how many of them do it; choose_launches'
+    if it is not given. `ahead`: contiguous, a multiple of 16 bytes, fetched into L2 by one launch
+    while that before still runs, which must not write it; more launches leave it. Raises ValueError
+    on anything else, and runtime.CudaError where there is no Hopper GPU.
     """
     if out is None:
         if x.dim() != 2 or num_experts < 1:  # all else is checked later, once for many calls

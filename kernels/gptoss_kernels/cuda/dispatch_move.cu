@@ -16,18 +16,22 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const Quantised<128> quantised(x, place);
     wait_for_previous_kernels();
     if (token >= arguments.num_tokens) return;
+    const int end = arguments.expert_start[EXPERTS];
     int rows[CHOSEN];
 #pragma unroll
     for (int k = 0; k < CHOSEN; ++k) rows[k] = arguments.rows[token * CHOSEN + k];
 #pragma unroll
     for (int k = 0; k < CHOSEN; ++k)
-        quantised.store_values(arguments.values + rows[k] * arguments.values_stride, columns,
-                               place);
+        if (rows[k] < end)
+            quantised.store_values(arguments.values + rows[k] * arguments.values_stride, columns,
+                                   place);
     if (arguments.token_scale != nullptr) {
         quantised.store_scales(arguments.token_scale + token * SCALES, 1, columns, place);
         return;
     }
 #pragma unroll
     for (int k = 0; k < CHOSEN; ++k)
-        quantised.store_scales(arguments.scale + rows[k], arguments.scale_stride, columns, place);
+        if (rows[k] < end)
+            quantised.store_scales(arguments.scale + rows[k], arguments.scale_stride, columns,
+                                   place);
 }

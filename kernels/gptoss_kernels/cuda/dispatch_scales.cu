@@ -8,9 +8,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     __shared__ float staged[ROWS][32][SCALES + 1];
     const Place place;
     const long long row = (blockIdx.x * (long long)ROWS + place.row) * 32 + place.lane;
-    const bool is_row = row < arguments.num_tokens * (long long)CHOSEN;
     wait_for_previous_kernels();
     allow_next_kernel();
+    const bool is_row = row < arguments.expert_start[EXPERTS];
     const int token = is_row ? arguments.source[row] : 0;
     float4 quads[QUADS];
 #pragma unroll
