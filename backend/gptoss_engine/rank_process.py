@@ -10,7 +10,6 @@ import pickle
 import shutil
 import signal
 import socket
-from contextlib import suppress
 from typing import BinaryIO
 
 import torch
@@ -36,25 +35,31 @@ def run(descriptor: int) -> None:
     words = connection.makefile("rb")
     try:
         start = pickle.load(words)
-        end_with(connection, lambda: _end(start.folder))
+    except EOFError:  # Rank 0 has left.
+        os._exit(0)
+    end_with(connection, lambda: _end(start.folder))
+    try:
         torch.set_num_threads(start.num_threads)
         runner = load_rank(start.config, _Follower(start, connection, words))
         keep_for_good()
         _send(connection, Built(runner.pages))
         while True:
             runner.follow(pickle.load(words))
-    except EOFError:  # Rank 0 has left.
-        os._exit(0)
+    except EOFError:
+        _end(start.folder)
     except Exception as error:
         log.exception("a rank ends")
-        with suppress(OSError):
+        try:
             _send(connection, sendable(error))
+        except OSError:
+            _end(start.folder)
     finally:
         os._exit(1)
 
 
 def _end(folder: str) -> None:
-    shutil.rmtree(folder, ignore_errors=True)  # Rank 0 may have been killed.
+    """Rank 0 has left. It may have been killed, and the folder be there still."""
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
 

@@ -79,7 +79,8 @@ class Runner:
         dtype = weights.embedding.dtype
         self._ops = load_operators(config, self._device, dtype, own)
         if peers is not None:
-            gemm = choose_gemm(config, self._device, dtype)
+            is_fused = choose_reduction(config, self._device, dtype) == "cuda"
+            gemm = choose_gemm(config, self._device, dtype) if is_fused else "reference"
             experts = shards.experts(model_config, rank)
             self._ops = operators.load_rank(self._ops, peers.reduction, experts, gemm)
         if instrument is not None:

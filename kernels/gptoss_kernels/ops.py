@@ -464,10 +464,10 @@ def load_rank(
 ) -> Operators:
     """Those of one of several ranks, over its own: what is added to the residual stream is summed.
 
-    experts: the rank's, where each has whole ones. gemm: the products' of `operators`.
+    experts: the rank's, where each has whole ones. gemm: whose products take what the reduction's
+    norm quantises, as `operators` multiply; reference: theirs are normed by themselves.
     """
     from gptoss_kernels.ranks import RankOperators
 
-    # The reference rounds to its operands' dtype, and one norm for all is no faster there.
     fp8 = None if gemm == "reference" else load_fp8(gemm)
     return RankOperators(operators, reduction, experts, fp8)

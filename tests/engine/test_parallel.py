@@ -22,6 +22,7 @@ from gptoss_engine.checkpoints.checkpoint import Checkpoint
 from gptoss_engine.checkpoints.tensor_source import WeightMode
 from gptoss_engine.config import EngineConfig, InvalidConfig
 from gptoss_engine.engine import Engine, EngineLoop
+from gptoss_engine.engine_process import EngineProcess
 from gptoss_engine.loading import load_weights
 from gptoss_engine.model_config import InvalidCheckpoint
 from gptoss_engine.runner import load_runner
@@ -415,3 +416,77 @@ def test_a_rank_that_dies_while_it_loads_is_named(
         load_runner(config(folder, tp=2))
     assert str(failed.value) == "rank 1 was killed by signal 9 (Killed) while it was loaded"
     assert all(map(is_gone, started))
+
+
+# ---- GPUs --------------------------------------------------------------------------------------
+
+
+def answers_of_gpus(**settings: Any) -> dict[str, tuple[list[int], list[float]]]:
+    """Of an engine in a process of its own, whose GPUs are free again behind it."""
+    values: dict[str, Any] = {
+        "random_weights": "tiny",
+        "device": "cuda",
+        "weights": "fp8",
+        "page_size": 16,
+        "num_pages": 200,
+        "num_window_pages": 200,
+        "max_model_len": 512,
+        "max_num_seqs": 12,
+        "max_num_batched_tokens": 300,
+    }
+    engine = EngineProcess(EngineConfig.from_mapping(values | settings))
+    made: dict[str, tuple[list[int], list[float]]] = {}
+    try:
+        clients = {}
+        for index, length in enumerate((1, 40, 150, 7, 64, 20)):
+            prompt = tuple((13 * index + 7 * i) % 512 for i in range(length))
+            sampling = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=0)
+            clients[str(index)] = client = Client()
+            engine.submit(GenerationRequest(str(index), prompt, sampling), client)
+        for name, client in clients.items():
+            assert client.final().finish_reason == "length"
+            logprobs = [each.logprob for chunk in client.chunks for each in chunk.logprobs]
+            made[name] = [*client.token_ids], logprobs
+    finally:
+        engine.stop()
+    return made
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize("ep", [1, 2])
+def test_two_gpus_answer_as_one_does_and_always_the_same(ep: int):
+    """Over one rank's answer sums are rounded to bf16 before they are added, so that only the first
+    tokens can be compared, by how likely they were."""
+    one = answers_of_gpus()
+    two = answers_of_gpus(tp=2, ep=ep)
+    assert two == answers_of_gpus(tp=2, ep=ep)
+    for name, (_, logprobs) in two.items():
+        assert logprobs[0] == pytest.approx(one[name][1][0], abs=0.5)
+    nccl = answers_of_gpus(tp=2, ep=ep, reduction="reference", cuda_graphs="off")
+    for name, (_, logprobs) in two.items():
+        assert logprobs[0] == pytest.approx(nccl[name][1][0], abs=0.5)
+
+
+@pytest.mark.gpu2
+def test_a_rank_of_a_gpu_that_dies_is_heard_of():
+    """Its companion's kernel waits for it in vain."""
+    settings: dict[str, Any] = {"random_weights": "tiny", "device": "cuda", "weights": "fp8"}
+    engine = EngineProcess(EngineConfig.from_mapping(settings | {"tp": 2}))
+    try:
+        client = Client()
+        engine.submit(request("a", **FOREVER), client)
+        client.next()
+        (rank,) = [
+            int(pid)
+            for task in Path(f"/proc/{engine.pid}/task").iterdir()
+            for pid in (task / "children").read_text().split()
+            if b"rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
+        os.kill(rank, signal.SIGKILL)
+        started = time.monotonic()
+        assert "rank 1 was killed by signal 9 (Killed)" in client.final().error
+        assert time.monotonic() - started < 5
+        eventually(lambda: engine.is_broken, 5)
+    finally:
+        engine.stop()
+    assert is_gone(engine.pid)
