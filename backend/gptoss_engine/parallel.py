@@ -36,6 +36,7 @@ from gptoss_engine.config import EngineConfig, InvalidConfig
 from gptoss_engine.kv_cache import PageCounts
 from gptoss_engine.messages import PICKLE_PROTOCOL
 from gptoss_engine.model_config import InvalidCheckpoint
+from gptoss_engine.progress import HIDDEN
 from gptoss_engine.shards import Rank
 from gptoss_kernels import ops as operators
 
@@ -49,6 +50,8 @@ _CLOSE_SECONDS = 5.0  # for one that was told to end
 _LAST_WORDS_SECONDS = 10.0  # for whoever waits for a step of which nothing will come
 _POLL_SECONDS = 20e-6
 
+_ENVIRONMENT = {HIDDEN: "1"}  # Rank 0 shows how far all are.
+
 log = logging.getLogger(__name__)
 
 
@@ -57,12 +60,16 @@ class RankFailed(RuntimeError):
 
 
 class Start(NamedTuple):
-    """The first word to a rank. folder: where all meet. num_threads: of PyTorch on a CPU."""
+    """The first word to a rank. folder: where all meet. num_threads: of PyTorch on a CPU.
+
+    log_level: of rank 0.
+    """
 
     config: EngineConfig
     rank: Rank
     folder: str
     num_threads: int
+    log_level: int
 
 
 class Loaded(NamedTuple):
@@ -189,13 +196,14 @@ class Ranks(Peers):
         atexit.register(self.close)
         try:
             num_threads = max(1, torch.get_num_threads() // config.tp)
+            words_of_all = (self._home.name, num_threads, log.getEffectiveLevel())
             for index in range(1, config.tp):
-                process, connection = start_child("gptoss_engine.rank_process")
+                process, connection = start_child("gptoss_engine.rank_process", _ENVIRONMENT)
                 connection.settimeout(STEP_SECONDS)
                 words = connection.makefile("rb")
                 self._others.append(_Other(index, process, connection, words))
                 rank = Rank(index, config.tp, config.ep)
-                self._send(self._others[-1], Start(config, rank, self._home.name, num_threads))
+                self._send(self._others[-1], Start(config, rank, *words_of_all))
         except BaseException:
             self.close()
             raise
@@ -364,6 +372,8 @@ def _said(what: str) -> Iterator[None]:
 def _group(store: Store, rank: Rank, device: torch.device) -> dist.ProcessGroup:
     """All ranks, connected: by NCCL on GPUs, by gloo within this machine on CPUs."""
     if device.type == "cuda":
+        # NVLink's multicast is not used: it is not there on every machine.
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         dist.init_process_group(
             "nccl", store=store, rank=rank.index, world_size=rank.tp, device_id=device
         )

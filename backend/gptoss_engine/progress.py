@@ -1,5 +1,6 @@
 """Bars that show how work goes: on stderr, on a terminal alone, and gone when it is done."""
 
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
@@ -15,6 +16,8 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+
+HIDDEN = "GPTOSS_HIDDEN_PROGRESS"  # A variable of processes that show none.
 
 Item = TypeVar("Item")
 
@@ -42,6 +45,6 @@ def _bar(*columns: ProgressColumn) -> Progress:
         *columns,
         TimeRemainingColumn(),
         console=Console(stderr=True),
-        disable=not sys.stderr.isatty(),
+        disable=HIDDEN in os.environ or not sys.stderr.isatty(),
         transient=True,
     )

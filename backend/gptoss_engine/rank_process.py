@@ -29,7 +29,6 @@ def run(descriptor: int) -> None:
     # A terminal or a supervisor may signal all processes at once: rank 0 says when to end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
     words = connection.makefile("rb")
@@ -38,6 +37,7 @@ def run(descriptor: int) -> None:
     except EOFError:  # Rank 0 has left.
         os._exit(0)
     end_with(connection, lambda: _end(start.folder))
+    logging.basicConfig(level=start.log_level, format=LOG_FORMAT)
     try:
         torch.set_num_threads(start.num_threads)
         runner = load_rank(start.config, _Follower(start, connection, words))

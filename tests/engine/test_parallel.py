@@ -336,8 +336,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     pids: list[int] = []
     start_child = parallel.start_child
 
-    def start(module: str) -> Any:
-        process, connection = start_child(module)
+    def start(module: str, environment: Any) -> Any:
+        process, connection = start_child(module, environment)
         pids.append(process.pid)
         return process, connection
 
