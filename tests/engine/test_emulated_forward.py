@@ -7,12 +7,13 @@ roundings in the layers behind it.
 
 from collections import defaultdict
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
+from gptoss_engine import shards
 from gptoss_engine.batch import Batch, DueRows
 from gptoss_engine.checkpoints.random_checkpoint import RandomCheckpoint
 from gptoss_engine.kv_cache import KVCache
@@ -20,6 +21,7 @@ from gptoss_engine.loading import load_weights
 from gptoss_engine.model import GptOss, rope_table
 from gptoss_engine.model_config import ModelConfig
 from gptoss_engine.sequence import PageTables, ScheduledItem, ScheduledStep
+from gptoss_engine.shards import Rank
 from gptoss_engine.weights import Weights
 from gptoss_kernels import ops, reference
 from gptoss_kernels.composed import ComposedOperators
@@ -133,6 +135,51 @@ def test_each_operator_of_a_forward_pass_is_the_references(
     assert bool(hidden.isfinite().all())
     counts = {name: len(errors) for name, errors in beside.errors.items()}
     assert all(counts[name] == 2 for name in ("norm_linear", "attention", "linear", "experts"))
+    for name, errors in beside.errors.items():
+        assert max(errors) < (EXPERTS_BOUND if name == "experts" else BOUND), name
+
+
+class Alone:
+    """The sums of a rank whose others give nothing."""
+
+    rank, size = 0, 1
+
+    def __init__(self, operators: Any) -> None:
+        self._operators = operators
+
+    def add(self, hidden: Tensor, update: Tensor | ops.Mixture) -> Tensor:
+        own = self._operators.combine(*update) if isinstance(update, ops.Mixture) else update
+        return hidden.add_(own)
+
+
+@pytest.mark.parametrize(
+    ("rank", "parts", "rows"),
+    [
+        # One key head, filled up to a block, and the last part of each expert, which is short.
+        (Rank(7, 8, 1), ((40, 1), (150, 1)), [0, 1]),
+        (Rank(3, 4, 4), ((40, 1), (150, 1)), [0, 1]),
+        (Rank(1, 2, 2), ((40, 1), (150, 1), (10, 30)), [0, 1, 31]),
+        (Rank(0, 2, 1), ((130, 20),), [19]),
+    ],
+    ids=str,
+)
+def test_each_operator_of_a_rank_is_the_references(
+    rank: Rank, parts: tuple[tuple[int, int], ...], rows: list[int]
+) -> None:
+    source = RandomCheckpoint("tiny")
+    config = replace(source.config, num_layers=2, layer_types=source.config.layer_types[:2])
+    weights = load_weights(source, "fp8", torch.bfloat16, CPU, rank)
+    model = shards.of_rank(config, rank), replace(weights, layers=weights.layers[:2])
+    beside = Beside(ComposedOperators(cuda, cuda, cuda))
+    experts = shards.experts(config, rank)
+    operators = ops.load_rank(cast(Any, beside), cast(Any, Alone(beside)), experts, "reference")
+    with emulated(1, num_multiprocessors=8, seconds=300):
+        hidden = forward(model, operators, parts, rows)
+    assert hidden.shape == (len(rows), config.hidden_size)
+    assert bool(hidden.isfinite().all())
+    counts = {name: len(errors) for name, errors in beside.errors.items()}
+    assert all(counts[name] == 2 for name in ("norm_linear", "attention", "linear", "experts"))
+    assert counts["combine"] == 2
     for name, errors in beside.errors.items():
         assert max(errors) < (EXPERTS_BOUND if name == "experts" else BOUND), name
 
