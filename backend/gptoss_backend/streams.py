@@ -2,8 +2,10 @@
 
 The cost of a response is per response, not per token. So the first token of a stream goes out at
 once, later ones when `stream_interval` tokens are there, and whatever piled up while the thread was
-busy with other streams goes out together. An empty response is sent on admission and whenever a
-stream was silent for a while: a client that left is only noticed when something is sent to it.
+busy with other streams goes out together. An empty response is sent whenever a stream was silent
+for a while, sooner if nothing was sent yet: a client that left is only noticed when something is
+sent to it, and an ensemble can only end what it has heard of. There is none on admission: of many
+requests that come at once it would hold up the next ones.
 """
 
 import logging
@@ -17,6 +19,7 @@ from typing import Any, Protocol
 from gptoss_engine.types import TokenChunk, TokenLogprob
 
 _HEARTBEAT_SECONDS = 0.3
+_FIRST_SIGN_SECONDS = 0.03
 _CANCELLATION_SECONDS = 0.05
 # Above this many open streams, heartbeats and cancellation checks get rarer instead of dearer.
 _CHORES_A_SECOND = 200
@@ -43,7 +46,10 @@ class Client(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """One generation's way back. Times are time.monotonic() seconds."""
+    """One generation's way back. Times are time.monotonic() seconds.
+
+    sent_at: of its last response, or of its admission.
+    """
 
     generation_id: str
     client: Client
@@ -92,8 +98,10 @@ class Streams:
         """After admission: chunks pushed before this are kept and sent first."""
         with self._changed:
             stream.is_open = True
+            stream.sent_at = time.monotonic()
             self._open[stream.generation_id] = stream
-            self._due[stream.generation_id] = stream
+            if stream.pending:
+                self._due[stream.generation_id] = stream
             self._changed.notify_all()
 
     def at_once(self) -> AbstractContextManager[Any]:
@@ -129,10 +137,9 @@ class Streams:
         next_chores = 0.0
         while True:
             with self._changed:
-                patience = None
-                if self._open:
-                    patience = max(0.0, next_chores - time.monotonic())
-                self._changed.wait_for(lambda: self._due or self._is_closed, patience)
+                if not self._due and not self._is_closed:
+                    left = max(0.0, next_chores - time.monotonic())
+                    self._changed.wait(left if self._open else None)
                 if self._is_closed and not self._due:
                     return
                 due, self._due = self._due, {}
@@ -183,10 +190,12 @@ class Streams:
             self._abort(stream.generation_id)
 
     def _add_heartbeats(self, streams: list[Stream], now: float) -> None:
-        silence = max(_HEARTBEAT_SECONDS, len(streams) / _CHORES_A_SECOND)
+        share = len(streams) / _CHORES_A_SECOND
         with self._changed:
             for stream in streams:
-                if stream.generation_id in self._open and now - stream.sent_at > silence:
+                silence = _HEARTBEAT_SECONDS if stream.num_sent else _FIRST_SIGN_SECONDS
+                is_silent = now - stream.sent_at > max(silence, share)
+                if is_silent and stream.generation_id in self._open:
                     self._due[stream.generation_id] = stream
 
 

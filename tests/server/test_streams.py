@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -82,11 +83,37 @@ def bench() -> Iterator[Bench]:
     made.close()
 
 
-def test_admission_is_answered_before_any_token(bench: Bench) -> None:
+def test_who_waits_for_a_first_token_gets_a_sign_soon(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gptoss_backend.streams._HEARTBEAT_SECONDS", 1e9)
     streams, client = bench.streams(), FakeClient()
     streams.open(Stream("g", client))
-    client.wait(lambda: len(client.received) >= 1)
+    client.wait(lambda: len(client.received) == 1)
     assert client.received[0] == StreamResponse(0, TokenChunk("g"))
+
+
+def test_admission_alone_is_no_response(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gptoss_backend.streams._FIRST_SIGN_SECONDS", 1e9)
+    streams, client = bench.streams(), FakeClient()
+    stream = Stream("g", client)
+    streams.open(stream)
+    streams.push(stream, _chunk(1))
+    client.wait(lambda: len(client.received) == 1)
+    assert client.received[0] == StreamResponse(0, _chunk(1))
+
+
+def test_signs_are_rarer_where_streams_are_many(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gptoss_backend.streams._CHORES_A_SECOND", 1e-9)
+    streams, client = bench.streams(), FakeClient()
+    stream = Stream("g", client)
+    streams.open(stream)
+    streams._add_heartbeats([stream], time.monotonic() + 1)
+    streams.push(stream, _chunk(1))
+    client.wait(lambda: len(client.received) == 1)
+    assert client.token_ids == [1]
 
 
 def test_chunks_before_admission_are_kept_and_not_sent(bench: Bench) -> None:
