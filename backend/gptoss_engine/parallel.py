@@ -46,6 +46,7 @@ JOIN_SECONDS = 60.0  # for another rank that has loaded
 STEP_SECONDS = 60.0  # for a step, or another rank's part of it
 _WARM_UP_SECONDS = 600.0  # of which the compiler's kernels may take most
 _END_SECONDS = 1.0  # for a process whose socket is closed
+_CASCADE_SECONDS = 0.05  # for ranks that end because another one did
 _CLOSE_SECONDS = 5.0  # for one that was told to end
 _LAST_WORDS_SECONDS = 10.0  # for whoever waits for a step of which nothing will come
 _POLL_SECONDS = 20e-6
@@ -334,12 +335,13 @@ class Ranks(Peers):
         for other in self._others:
             poll.register(other.connection, select.POLLRDHUP)
         by_descriptor = {other.connection.fileno(): other for other in self._others}
-        descriptor, _ = poll.poll()[0]
+        poll.poll()
         if self._is_closing:
             return
-        first = by_descriptor[descriptor]
-        word = _word(first)
-        how = how_it_ended(first.process, _END_SECONDS)
+        time.sleep(_CASCADE_SECONDS)
+        dead = [by_descriptor[descriptor] for descriptor, _ in poll.poll(0)]
+        ends = [(other, how_it_ended(other.process, _END_SECONDS), _word(other)) for other in dead]
+        first, how, word = min(ends, key=_is_consequence)
         if isinstance(word, Exception):
             self._error = word
             how = f"failed: {word}"
@@ -351,6 +353,12 @@ class Ranks(Peers):
         if not self._closed.wait(_LAST_WORDS_SECONDS) and not self._is_closing:
             log.critical("rank 0 waits for a step that will not end: its process ends")
             os._exit(1)
+
+
+def _is_consequence(end: tuple[_Other, str, Any]) -> tuple[bool, bool]:
+    """Whether a rank may have ended because another did: it was not killed, and a sum failed."""
+    other, _, word = end
+    return (other.process.returncode or 0) >= 0, type(word) is RuntimeError
 
 
 def _word(other: _Other) -> Any:
