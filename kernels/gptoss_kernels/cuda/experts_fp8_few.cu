@@ -113,13 +113,17 @@ struct Entry {
     }
 };
 
+// What was chosen, or -1 beyond the last choice. Past L1: the second product does not wait before.
+__device__ __forceinline__ long long load_choice(const Arguments& arguments, int choice) {
+    return choice < arguments.num_tokens * CHOSEN ? __ldcg(arguments.chosen + choice) : -1;
+}
+
 // The expert, or negative: none. Says so in `rows`.
-__device__ __forceinline__ int take_choice(const Arguments& arguments, int choice) {
-    if (choice >= arguments.num_tokens * CHOSEN) return -1;
-    // Past L1: the second product does not wait before.
-    const long long number = __ldcg(arguments.chosen + choice);
+__device__ __forceinline__ int take_choice(const Arguments& arguments, int choice,
+                                           long long number) {
     const bool is_expert = 0 <= number && number < arguments.num_experts;
-    if (SWIGLU && blockIdx.x == 0) arguments.rows[choice] = is_expert ? choice : -1;
+    if (SWIGLU && blockIdx.x == 0 && choice < arguments.num_tokens * CHOSEN)
+        arguments.rows[choice] = is_expert ? choice : -1;
     return is_expert ? static_cast<int>(number) : -1;
 }
 
@@ -129,7 +133,7 @@ __device__ __forceinline__ int take_choice(const Arguments& arguments, int choic
 // alone.
 __device__ __forceinline__ int fill_entries(uint32_t shared, const Arguments& arguments, int lane) {
     const uint32_t before = (1u << lane) - 1;
-    const int expert = take_choice(arguments, lane);
+    const int expert = take_choice(arguments, lane, load_choice(arguments, lane));
     const uint32_t same = __match_any_sync(ALL_LANES, expert);
     const uint32_t earlier = same & before;
     const bool is_again = earlier >> lane / CHOSEN * CHOSEN != 0;
@@ -150,16 +154,15 @@ __device__ __forceinline__ int fill_entries(uint32_t shared, const Arguments& ar
     const uint32_t counts = shared + COUNTS_OFFSET;
     int expert[ROUNDS], rank[ROUNDS];  // among the choices of one expert
     uint32_t same[ROUNDS];
+    long long number[ROUNDS];  // all under way at once
 #pragma unroll
-    for (int i = 0; i < ROUNDS; ++i) {
-        if (i * 32 >= num_choices) break;
-        expert[i] = take_choice(arguments, i * 32 + lane);
-    }
+    for (int i = 0; i < ROUNDS; ++i) number[i] = load_choice(arguments, i * 32 + lane);
 #pragma unroll
     for (int i = 0; i < EACH; ++i) store_shared(counts + (i * 32 + lane) * 4, 0);
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
         if (i * 32 >= num_choices) break;
+        expert[i] = take_choice(arguments, i * 32 + lane, number[i]);
         same[i] = __match_any_sync(ALL_LANES, expert[i]);
     }
 #pragma unroll
