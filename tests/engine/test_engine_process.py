@@ -600,7 +600,7 @@ from gptoss_engine.engine_process import EngineProcess
 from tests.engine.fakes import request
 config = EngineConfig(page_size=4, max_num_batched_tokens=64)
 engine = EngineProcess(config, loader="{ENGINES}:" + sys.argv[1])
-engine.submit(request("a", (int(sys.argv[2]), 1), max_tokens=7000, ignore_eos=True), print)
+engine.submit(request("a", (int(sys.argv[2]), 1), max_tokens=7000, ignore_eos=True), lambda _: None)
 print("loaded", engine.pid, flush=True)
 threading.Event().wait()
 """
