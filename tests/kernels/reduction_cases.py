@@ -192,7 +192,8 @@ def fault_of(form: Form, weight: Tensor, hiddens: Sequence[Tensor], steps: Seque
 def run_processes(ranks: int, work: str, folder: Path, *, one_gpu: bool) -> list[str]:
     """`work` in as many processes, each with a GPU, or all with one: what each had to say.
 
-    A process that is still there after PATIENCE is killed, and has said so.
+    Of one that does not come so far, what it wrote; one that is still there after PATIENCE is
+    killed, and has said so.
     """
     store = str(folder / "store")
     commands = [
@@ -206,9 +207,11 @@ def run_processes(ranks: int, work: str, folder: Path, *, one_gpu: bool) -> list
     end = time.monotonic() + PATIENCE
     said = []
     try:
-        for process in processes:
+        for rank, process in enumerate(processes):
+            answer = folder / f"store.{rank}"
             try:
-                said.append(process.communicate(timeout=max(0, end - time.monotonic()))[0].strip())
+                written = process.communicate(timeout=max(0, end - time.monotonic()))[0]
+                said.append(answer.read_text() if answer.exists() else written)
             except subprocess.TimeoutExpired:
                 said.append("still at work")
     finally:
@@ -305,5 +308,7 @@ def dead_peer(device: torch.device) -> str:
 
 if __name__ == "__main__":
     work, rank, ranks, store, one_gpu = sys.argv[1:]
-    print(be_a_rank(work, int(rank), int(ranks), store, one_gpu == "1"), flush=True)
+    answer = be_a_rank(work, int(rank), int(ranks), store, one_gpu == "1")
+    # Libraries write to its output as they like.
+    Path(f"{store}.{rank}").write_text(answer)
     os._exit(0)  # a context that a kernel has ended cannot be cleared up

@@ -111,8 +111,9 @@ class Reduction:
     """ops.Reduction of one rank. `inboxes`: where each rank's memory is, as this one sees it.
 
     memory: of this rank, Room.offsets[-1] bytes, with nothing in any inbox (`empty_memory`).
-    num_blocks: at most, the same on all ranks; all must find room on the GPU at once where ranks
-    share one. mapping: what keeps the others' memory where it is.
+    num_blocks: at most, the same on all ranks. Where ranks of one process share a GPU, all blocks
+    of all of them must find room on it at once, beside those of each one's next launch, which may
+    begin early. mapping: what keeps the others' memory where it is.
     """
 
     def __init__(
