@@ -11,8 +11,6 @@ from gptoss_kernels.contracts import MAXIMUM_CHOICES, Dispatched, empty_scale
 from gptoss_kernels.cuda.dispatch_fp8 import choose_launches, dispatch_fp8
 from gptoss_kernels.cuda.rms_norm_fp8 import rms_norm
 
-from .emulator import EmulationError, emulated, guarded, replacing
-
 Launches = Literal[1, 3, 4]
 LAUNCHES = pytest.mark.parametrize("launches", [1, 3, 4])
 MODELS = ((16, 4), (8, 2), (32, 4), (128, 4), (512, 8), (1, 1), (5, 3))  # experts, chosen
@@ -209,37 +207,6 @@ def test_a_wrong_kernel_is_seen() -> None:
     start[4] += 1
     for wrong in (unstable, neighbours, right._replace(expert_start=start)):
         assert not is_right(wrong, x, chosen, 16)
-
-
-@pytest.mark.parametrize("num_bytes", [16, 1040, 50_000])
-def test_what_is_ahead_is_fetched_while_the_kernel_before_runs(num_bytes: int) -> None:
-    generator = torch.Generator().manual_seed(num_bytes)
-    x = torch.randn(5, 320, generator=generator).bfloat16()
-    chosen = torch.rand(5, 16, generator=generator).topk(4).indices
-    ahead = guarded(torch.zeros(num_bytes, dtype=torch.uint8))
-    with emulated(late=[x, chosen]):
-        out = dispatch_fp8(x, chosen, 16, launches=1, ahead=ahead)
-    assert is_right(out, x, chosen, 16)
-    beyond = replacing("at < arguments.ahead_bytes", "at <= arguments.ahead_bytes + 4096")
-    with emulated(change=beyond), pytest.raises(EmulationError, match=r"prefetch|no memory"):
-        dispatch_fp8(x, chosen, 16, launches=1, ahead=ahead)
-
-
-@pytest.mark.gpu
-def test_what_is_ahead_changes_nothing_on_a_gpu() -> None:
-    x, chosen = random_inputs(33, 2880, 32, 4)
-    ahead = torch.zeros(2**24, device="cuda", dtype=torch.uint8)
-    out = poisoned(33, 2880, 32, 4)
-    assert is_right(dispatch_fp8(x, chosen, 32, out=out, ahead=ahead), x, chosen, 32)
-
-
-def test_what_is_ahead_must_be_whole() -> None:
-    x, chosen = torch.zeros(2, 16).bfloat16(), torch.zeros(2, 1, dtype=torch.int64)
-    some = torch.zeros(4, 64, dtype=torch.uint8)
-    with emulated():
-        for wrong in (some.flatten()[1:17], some[:, :16], some.flatten()[:24]):
-            with pytest.raises(ValueError, match="ahead must"):
-                dispatch_fp8(x, chosen, 1, launches=1, ahead=wrong)
 
 
 @pytest.mark.gpu

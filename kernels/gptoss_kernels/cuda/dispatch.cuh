@@ -28,8 +28,6 @@ struct Arguments {
     int* rows;
     int num_tokens, columns;
     long long x_stride, values_stride, scale_stride;
-    const byte* ahead;  // for dispatch_few
-    long long ahead_bytes;
 };
 
 __device__ __forceinline__ int expert_of(const Arguments& arguments, int choice) {

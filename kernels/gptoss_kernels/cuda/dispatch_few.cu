@@ -1,6 +1,5 @@
 // Few tokens in one launch: a block a token, and one more for the starts. Each looks at all choices
-// by itself; no block waits for another. Until tokens are routed the memory has nothing to do: what
-// is `ahead`, which no kernel writes, is fetched into L2 meanwhile.
+// by itself; no block waits for another.
 
 constexpr int KEY_BITS = 20;  // of a choice's number; the expert's is above
 
@@ -60,18 +59,9 @@ __device__ __forceinline__ void move_token(const Arguments& arguments, int token
     }
 }
 
-__device__ __forceinline__ void fetch_ahead(const Arguments& arguments) {
-    constexpr int PIECE = 1024;
-    const long long first = (blockIdx.x * (long long)THREADS + threadIdx.x) * PIECE;
-    const long long step = gridDim.x * (long long)THREADS * PIECE;
-    for (long long at = first; at < arguments.ahead_bytes; at += step)
-        fetch_bytes(arguments.ahead + at, int(min((long long)PIECE, arguments.ahead_bytes - at)));
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS)
     dispatch_few(const __grid_constant__ Arguments arguments) {
     static_assert(ROWS == 1);
-    fetch_ahead(arguments);
     wait_for_previous_kernels();
     allow_next_kernel();
     if (blockIdx.x == 0)

@@ -37,7 +37,6 @@ def dispatch_fp8(
     *,
     out: Dispatched | None = None,
     launches: Literal[1, 3, 4] | None = None,
-    ahead: Tensor | None = None,
 ) -> Dispatched:
     """`x` quantised in groups of 128 as the R = T K rows that `chosen` names, written to `out`.
 
@@ -46,9 +45,8 @@ def dispatch_fp8(
     the order of their tokens; token t's row for chosen[t, k] is rows[t, k]. Values of `chosen` stay
     on the device: one that is no expert's number has its row behind all experts', where nothing is
     written, and expert_start ends before it. `launches`: how many of them do it; choose_launches'
-    if it is not given. `ahead`: contiguous, a multiple of 16 bytes, fetched into L2 by one launch
-    while that before still runs, which must not write it; more launches leave it. Raises ValueError
-    on anything else, and runtime.CudaError where there is no Hopper GPU.
+    if it is not given. Raises ValueError on anything else, and runtime.CudaError where there is no
+    Hopper GPU.
     """
     if out is None:
         if x.dim() != 2 or num_experts < 1:  # all else is checked later, once for many calls
@@ -58,8 +56,8 @@ def dispatch_fp8(
     if launches == 1:
         launch(
             ("dispatch_few", num_experts),
-            (x, chosen, *out, *(() if ahead is None else (ahead,))),
-            lambda: _prepare_few(x, chosen, num_experts, out, ahead),
+            (x, chosen, *out),
+            lambda: _prepare_few(x, chosen, num_experts, out),
         )
         return out
     # Of this call alone, so that no other, on another stream, counts into it.
@@ -90,8 +88,6 @@ class _Arguments(ctypes.Structure):
         ),
         *((name, ctypes.c_int) for name in ("num_tokens", "columns")),
         *((name, ctypes.c_longlong) for name in ("x_stride", "values_stride", "scale_stride")),
-        ("ahead", ctypes.c_void_p),
-        ("ahead_bytes", ctypes.c_longlong),
     )
 
 
@@ -165,11 +161,7 @@ def _check(x: Tensor, chosen: Tensor, num_experts: int, out: Dispatched) -> None
 
 
 def _arguments(
-    x: Tensor,
-    chosen: Tensor,
-    scratch: Sequence[int | None],
-    out: Dispatched,
-    ahead: Tensor | None = None,
+    x: Tensor, chosen: Tensor, scratch: Sequence[int | None], out: Dispatched
 ) -> tuple[_Arguments]:
     return (
         _Arguments(
@@ -178,7 +170,6 @@ def _arguments(
             *(tensor.data_ptr() for tensor in out),
             *(x.shape[0], x.shape[1]),
             *(x.stride(0), out.values.stride(0), out.scale.stride(1)),
-            *((None, 0) if ahead is None else (ahead.data_ptr(), ahead.nbytes)),
         ),
     )
 
@@ -188,22 +179,16 @@ def _load(name: str, x: Tensor, chosen: Tensor, num_experts: int) -> runtime.Ker
     return runtime.load(spec, x.device.index)
 
 
-def _prepare_few(
-    x: Tensor, chosen: Tensor, num_experts: int, out: Dispatched, ahead: Tensor | None
-) -> runtime.Launch:
+def _prepare_few(x: Tensor, chosen: Tensor, num_experts: int, out: Dispatched) -> runtime.Launch:
     if chosen.numel() > _MOST_IN_ONE:
         raise ValueError(f"one launch moves up to {_MOST_IN_ONE} choices, got {chosen.numel()}")
     _check(x, chosen, num_experts, out)
-    if ahead is not None:
-        contracts.check_start("ahead", ahead)
-        if not ahead.is_contiguous() or ahead.nbytes % 16:
-            raise ValueError(f"ahead must be contiguous, of a multiple of 16 bytes: {ahead.shape}")
     layout = few_layout(x.shape[1])
     return runtime.Launch(
         _load("dispatch_few", x, chosen, num_experts),
         grid=1 + x.shape[0],
         threads=layout.threads,
-        arguments=_arguments(x, chosen, (None, None, None), out, ahead),
+        arguments=_arguments(x, chosen, (None, None, None), out),
     )
 
 

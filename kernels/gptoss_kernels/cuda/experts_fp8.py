@@ -35,9 +35,6 @@ MOST_TOKENS = 8
 _SLOTS = 8  # of an entry
 _MAXIMUM_WARPS = 12  # that multiply
 _MAXIMUM_GROUPS = 2  # of 128 columns in the registers of a warp
-# Of the first expert's w13, fetched into L2 while more tokens are routed, of which some most likely
-# choose it. None: it has not been timed.
-BYTES_AHEAD = 0
 
 
 def experts_fp8(
@@ -66,8 +63,7 @@ def experts_fp8(
     operands = (x, chosen, w13, w13_scale, w13_bias, w2, w2_scale, w2_bias)
     if tiles := few_tiles(x, chosen, w2):
         return experts_fp8_few(tiles, *operands, alpha=alpha, limit=limit)
-    ahead = w13[0, : BYTES_AHEAD // w13.shape[2]] if BYTES_AHEAD else None
-    values, scale, expert_start, rows = dispatch_fp8(x, chosen, len(w13), ahead=ahead)
+    values, scale, expert_start, rows = dispatch_fp8(x, chosen, len(w13))
     first = (expert_start, w13, w13_scale, w13_bias)
     inner = grouped_swiglu_fp8(values, scale, *first, alpha=alpha, limit=limit)
     del values, scale  # The output needs the memory.
