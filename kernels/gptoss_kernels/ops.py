@@ -94,8 +94,10 @@ class AttentionOperators(Protocol):
     plans its prefills on the host.
 
     All run on the current stream, one after the other, but a launch may begin while the one just
-    before it still runs (programmatic dependent launch). That one must not write `query_start`,
-    `seq_lens`, `page_tables` or `sinks`, which attention reads at once, though one before it may.
+    before it still runs (programmatic dependent launch), and behind rope_and_cache_write while the
+    two before it do. Those must not write what is read at once, though one before them may: by
+    attention `query_start`, `seq_lens`, `page_tables` and `sinks`, by rope_and_cache_write all but
+    `qkv`.
     """
 
     def rope_and_cache_write(
@@ -259,8 +261,9 @@ class Fp8Operators(Protocol):
     a wrong dtype, shape, layout, alignment or device in words, before anything is launched.
 
     All run on the current stream, one after the other, but a launch may begin while the one just
-    before it still runs (programmatic dependent launch), and some tensors are read at once. So that
-    one must write none of these, though one before it may:
+    before it still runs (programmatic dependent launch), and behind quantise or a norm while the
+    two before it do; and some tensors are read at once. So those must write none of these, though
+    one before them may:
 
     - weights, their scales and biases, of the products and of the norm;
     - `hidden` of rms_norm and rms_norm_fp8 with a mixture, and that but for its outputs;

@@ -383,6 +383,18 @@ struct Worker {
         }
     }
 
+    // Into L2 while the kernel before still runs: what that writes of it comes there, too.
+    __device__ __forceinline__ void fetch(const Ahead& ahead) const {
+        const int key = key_of(ahead);
+        if (lane % 8 != 0 || key >= ahead.walk.sequence.length) return;
+        const int row =
+            ((ahead.page * arguments.num_kv_heads + ahead.walk.head) << arguments.page_shift) +
+            (key & ((1 << arguments.page_shift) - 1));
+        const long long from = static_cast<long long>(row) * KEY_BYTES;
+        fetch_bytes(arguments.key_cache + from, UNIT * KEY_BYTES);
+        fetch_bytes(arguments.value_cache + from, UNIT * KEY_BYTES);
+    }
+
     // ---- a pair's rows --------------------------------------------------------------------------
 
     struct Rows {
@@ -858,6 +870,9 @@ struct Worker {
         }
         // While pages are on their way.
         make_barriers();
+#pragma unroll
+        for (int slot = 0; slot < SLOTS; ++slot)
+            if (!first[slot].walk.is_done()) fetch(first[slot]);
         wait_for_previous_kernels();
 #pragma unroll
         for (int slot = 0; slot < SLOTS; ++slot) {

@@ -54,7 +54,8 @@ def attention_decode(
     max_queries: the most of one sequence. The same lengths give the same bits. Over e4m3, where a
     sequence's queries of one key-value head share a power of two, an inf among them hides the rest.
     query_start, seq_lens and page_tables must not be written by the kernel launched just before on
-    the same stream: they are read while that one may still run.
+    the same stream, nor by the one before rope_and_cache_write: they are read while those may still
+    run. Keys and values are fetched into L2 as early, where nobody's writes are missed.
 
     Without a window, blocks leave each other pieces of a sequence in memory that belongs to the
     stream, or to the capture of the stream into a CUDA graph. So launches may be under way at once

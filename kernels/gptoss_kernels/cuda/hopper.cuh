@@ -524,10 +524,13 @@ __device__ __forceinline__ void cluster_has_begun() {
 // - A kernel's blocks may begin when each block of the one before has allowed it, or ended.
 // - Every block waits before it ends, whether or not it has work. So a kernel's end is the end of
 //   all before it, too, and to wait for the one before is to wait for all.
-// - Every block waits before it allows. So when the next kernel begins, all before this one have
-//   ended: before its own wait it may read what those wrote, and nothing that this one writes.
-//   dispatch_place and dispatch_move alone allow first. Beside them dispatch_count may still run,
-//   which keeps the rule: what follows them reads, before its wait, only what is older than that.
+// - Every block waits before it allows, but for the kernels named below. So when the next kernel
+//   begins, all before this one have ended: before its own wait it may read what those wrote,
+//   and nothing that this one writes.
+// - rms_norm_fp8, quantise, rope_and_cache_write, dispatch_place and dispatch_move allow first:
+//   what follows them has weights to fetch, or tables to read, while they wait. Beside them the
+//   kernel before may still run, and none before that. So what follows them reads, before its
+//   wait, only what is older than both.
 // - Nothing is written to global memory before the wait.
 // - What is read before the wait is read past L1, which until then may be older than what a kernel
 //   before the previous one wrote. Weights, their scales and biases, which no kernel writes while a

@@ -10,10 +10,10 @@ struct Arguments {
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     quantise(const __grid_constant__ Arguments arguments) {
+    allow_next_kernel();
     const Place place;
     const long long row = blockIdx.x * (long long)ROWS + place.row;
     wait_for_previous_kernels();
-    allow_next_kernel();
     if (row >= arguments.rows) return;
     Row x;
     x.load(arguments.x + row * arguments.x_stride, arguments.columns, place);

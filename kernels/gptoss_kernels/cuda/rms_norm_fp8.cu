@@ -34,6 +34,7 @@ __device__ __forceinline__ void add(Row& hidden, const Row& update) {
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     rms_norm_fp8(const __grid_constant__ Arguments arguments) {
+    allow_next_kernel();
     // Where there is room for it the weight, which no kernel writes, is there before the row is.
     constexpr bool WEIGHT_FIRST = VECTORS <= 2;
     const Place place;
@@ -55,14 +56,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (inside) choices.load(arguments.update, row);
     x.load(hidden, inside, place);
     wait_for_previous_kernels();
-    allow_next_kernel();
     if (inside) {
         mix(x, arguments.update, choices, columns, place, &x);
         x.store(hidden, columns, place);
     }
 #else
     wait_for_previous_kernels();
-    allow_next_kernel();
     x.load(hidden, inside, place);
     if (arguments.update) {
         Row update;

@@ -133,20 +133,20 @@ struct Head {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+constexpr int RESIDENT_BLOCKS = 12;  // of a multiprocessor: more than 40 registers would cost one
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS)
     rope_and_cache_write(const __grid_constant__ Arguments arguments) {
+    allow_next_kernel();
     const int num_heads = arguments.num_heads, num_kv_heads = arguments.num_kv_heads;
     const int num_rotated = num_heads + num_kv_heads, num_all = num_rotated + num_kv_heads;
     const uint32_t head_of_all = (blockIdx.x * THREADS + threadIdx.x) / LANES;
     const long long token = head_of_all / uint32_t(num_all);
     const int head = head_of_all % uint32_t(num_all), column = threadIdx.x % LANES * WIDTH;
-    wait_for_previous_kernels();
-    allow_next_kernel();
-    if (token >= arguments.num_tokens) return;
-
-    const long long position = arguments.positions[token], slot = arguments.slots[token];
-    Head values;
-    values.load(arguments.qkv + (token * num_all + head) * DIM + column);
+    const bool is_token = token < arguments.num_tokens;
+    // All but qkv is older than the kernel that wrote that.
+    const long long position = is_token ? __ldcg(arguments.positions + token) : -1;
+    const long long slot = is_token ? __ldcg(arguments.slots + token) : -1;
     const bool is_key = head < num_rotated;
     const float* const scales = is_key ? arguments.key_scale : arguments.value_scale;
     const int kv_head = head - (is_key ? num_heads : num_rotated);  // of a query's head: negative
@@ -154,7 +154,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     Angles angles;
     angles.load(arguments.rope_table + position * DIM + column,
                 uint64_t(position) < uint64_t(arguments.num_positions));
+    wait_for_previous_kernels();
+    if (!is_token) return;
 
+    Head values;
+    values.load(arguments.qkv + (token * num_all + head) * DIM + column);
     if (head < num_rotated) values.rotate(angles);
     if (head < num_heads) {
         values.store(arguments.query + (token * num_heads + head) * DIM + column);

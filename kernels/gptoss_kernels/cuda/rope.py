@@ -41,8 +41,9 @@ def rope_and_cache_write(
     `value_scale` fp32 [KV], normal numbers that e4m3 caches are divided by, 1 if None. All
     contiguous. A token whose slot is negative, or beyond the caches, is not stored; one whose
     position the table does not have becomes NaN but for v. e4m3 saturates at 448, and NaN stays
-    NaN. Raises ValueError on anything else but values, which stay on the device, and
-    runtime.CudaError where there is no Hopper GPU.
+    NaN. What is read beside `qkv` must not be written by the kernel launched just before on the
+    same stream: it is read while that one may still run. Raises ValueError on anything else but
+    values, which stay on the device, and runtime.CudaError where there is no Hopper GPU.
     """
     given = (qkv, positions, rope_table, key_cache, value_cache, slot_mapping)
     if out is None:
