@@ -27,7 +27,6 @@ OTHER_TILES = (
     LinearTile(120, waves=2, cluster_n=2),
     LinearTile(128, m_groups=1, stores_boxes=True, unroll=3),
     LinearTile(192, m_groups=1, k_groups=2, stores_boxes=True),
-    LinearTile(24, m_groups=1, k_groups=2, hastens=True),
     LinearTile(64, m_groups=1, k_groups=3, hastens=True),
 )
 RAGGED = (130, 360, 1040)

@@ -18,7 +18,7 @@ from gptoss_kernels import contracts
 from gptoss_kernels.cuda import linear_fp8_few, linear_fp8_rows, runtime
 from gptoss_kernels.cuda.gemm_fp8 import Arguments, Tile, kernel, launch
 from gptoss_kernels.cuda.linear_fp8_few import FewTile, choose_few_tile
-from gptoss_kernels.cuda.linear_fp8_rows import ManyRowsTile, choose_many_rows_tile
+from gptoss_kernels.cuda.linear_fp8_rows import MANY_ROWS, ManyRowsTile, choose_many_rows_tile
 from gptoss_kernels.cuda.quantise import quantise
 from gptoss_kernels.fp8 import BLOCK
 
@@ -133,11 +133,16 @@ class LinearArguments(ctypes.Structure):
     )
 
 
-# 40 columns take 0.2 us less with three warpgroups along K than with two, 24 take 0.1 more.
-_FEW_ROWS_TILES = tuple(
-    LinearTile(columns, m_groups=1, k_groups=k_groups)
-    for columns, k_groups in ((24, 2), (40, 3), (64, 2), (80, 2))
+# 40 columns take 0.2 us less with three warpgroups along K than with two, 24 take 0.1 more. Those
+# are of the product with a residual, behind which norm_route has its weights to load.
+_FEW_ROWS_TILES = (
+    LinearTile(24, m_groups=1, k_groups=2, hastens=True),
+    LinearTile(40, m_groups=1, k_groups=3),
+    LinearTile(64, m_groups=1, k_groups=2),
+    LinearTile(80, m_groups=1, k_groups=2),
 )
+# By very many of the weight: fewer of them side by side read longer pieces of each.
+_MOST_ROWS_BY_MANY, _BY_MANY_TILE = 32, LinearTile(96, m_groups=1, k_groups=2)
 _WIDE_TILE = LinearTile(128, waves=2, stores_boxes=True, unroll=4)
 _MANY_ROWS_TILES = (
     LinearTile(192, m_groups=1, k_groups=2),
@@ -182,7 +187,11 @@ def choose(m: int, n: int, k: int, num_blocks: int) -> LinearTile | FewTile:
 
 def choose_plain(m: int, n: int, k: int, num_blocks: int) -> LinearTile | FewTile | ManyRowsTile:
     """Likewise without bias and residual, of a weight whose rows follow each other."""
-    return choose_many_rows_tile(m, n, k, num_blocks) or choose(m, n, k, num_blocks)
+    if tile := choose_many_rows_tile(m, n, k, num_blocks):
+        return tile
+    if m <= _MOST_ROWS_BY_MANY and n >= MANY_ROWS * num_blocks and k > BLOCK:
+        return _BY_MANY_TILE
+    return choose(m, n, k, num_blocks)
 
 
 def _num_blocks(device: int | None) -> int:

@@ -19,9 +19,9 @@ _CHUNK = 64  # of K, for each of a warp's steps
 _MAXIMUM_WARPS = 16
 _MAXIMUM_CHUNKS = 4  # of x in the registers of a warp
 _MAXIMUM_STAGES = 8
-# Tiles of each block. With fewer, blocks of few rows' tiles that share a multiprocessor have a
-# weight under way while others multiply, and end more evenly.
-_FEWEST_TILES = 16
+# Of the weight, for each block. With fewer, blocks of few rows' tiles that share a multiprocessor
+# have a weight under way while others multiply, and end more evenly.
+MANY_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class ManyRowsTile:
 
 def choose_many_rows_tile(m: int, n: int, k: int, num_blocks: int) -> ManyRowsTile | None:
     """None where another kernel is chosen, on a device of `num_blocks` multiprocessors."""
-    if m > MAXIMUM_ROWS or n % _ROWS or n < _FEWEST_TILES * _ROWS * num_blocks:
+    if m > MAXIMUM_ROWS or n % _ROWS or n < MANY_ROWS * num_blocks:
         return None
     tile = ManyRowsTile(k, tokens=-(-m // 8) * 8)
     return tile if tile.is_possible else None
