@@ -3,25 +3,35 @@
 Sums have the bits of plain arithmetic in the order of ranks, on every rank.
 """
 
+import ctypes
+import os
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar, cast
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
 
 import pytest
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import ProcessGroup
+from torch.distributed import _symmetric_memory as symmetric
 
 from gptoss_kernels import ops, reference
 from gptoss_kernels.contracts import Mixture
-from gptoss_kernels.cuda.reduction import Reduction, Room, choose_layout, empty_memory
+from gptoss_kernels.cuda.reduction import (
+    Reduction,
+    Room,
+    _arguments_of,
+    choose_layout,
+    empty_memory,
+)
 from gptoss_kernels.cuda.rows import RowLayout
 
-from .emulator import EmulationError, emulated, replacing
+from .emulator import Emulation, EmulationError, emulated, replacing
 from .reduction_cases import (
     EPS,
     FORMS,
@@ -296,6 +306,55 @@ def test_what_the_kernel_before_wrote_is_read_after_the_wait(num_chosen: int) ->
             for rank, reduction in enumerate(reductions):
                 reduction.add(hiddens[rank], step.updates[rank])
         assert not fault_of("add", weight, hiddens, [step])
+
+
+# ---- how ranks meet ----------------------------------------------------------------------------
+
+
+def of_group(monkeypatch: pytest.MonkeyPatch, rendezvous: Callable[..., object]) -> ops.Reduction:
+    """Of rank 1 of 3, where PyTorch's symmetric memory is plain memory of the CPU."""
+    monkeypatch.setattr(symmetric, "empty", lambda size, **_: torch.empty(size, dtype=torch.uint8))
+    monkeypatch.setattr(symmetric, "rendezvous", rendezvous)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.delenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", raising=False)
+    group = cast(ProcessGroup, SimpleNamespace(rank=lambda: 1, size=lambda: 3))
+    return ops.load_reduction("cuda", group, torch.device("cpu"), columns=48, max_tokens=64)
+
+
+def test_a_rank_knows_the_others_memory_when_it_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = []
+
+    def rendezvous(memory: Tensor, group: ProcessGroup) -> object:
+        assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
+        assert bool((memory == 0xFF).all())
+        known.append(memory)
+        # Ours lies 512 bytes within what was shared, as on all ranks.
+        return SimpleNamespace(buffer_ptrs=[1 << 40, memory.data_ptr() - 512, 3 << 40])
+
+    reduction = of_group(monkeypatch, rendezvous)
+    hidden = torch.ones(2, 48).bfloat16()
+    kind, launched = _arguments_of(2, is_mixture=False), []
+
+    def launch(*given: Any) -> None:
+        launched.append(kind.from_buffer_copy(ctypes.string_at(given[-1][0], ctypes.sizeof(kind))))
+
+    monkeypatch.setattr(Emulation, "launch", launch)
+    with emulated():
+        reduction.add(hidden, hidden.clone())
+    (arguments,) = launched
+    assert arguments.inbox == known[0].data_ptr()
+    assert list(arguments.peers) == [(1 << 40) + 512, (3 << 40) + 512]
+    assert (arguments.rank, arguments.limit) == (1, int(ops.REDUCTION_LIMIT * 1e9))
+
+
+def test_ranks_that_cannot_meet_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rendezvous(*_: object) -> object:
+        raise RuntimeError("no peer access")
+
+    sentence = "rank 1 of 3 on cpu cannot share its memory with the others: no peer access"
+    with pytest.raises(ops.LibraryError, match=sentence):
+        of_group(monkeypatch, rendezvous)
 
 
 # ---- on a GPU ----------------------------------------------------------------------------------
