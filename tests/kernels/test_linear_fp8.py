@@ -6,7 +6,7 @@ import torch
 from gptoss_kernels import reference
 from gptoss_kernels.contracts import check_rows, empty_scale
 from gptoss_kernels.cuda import runtime
-from gptoss_kernels.cuda.linear_fp8 import LinearTile, choose_tile, linear_fp8
+from gptoss_kernels.cuda.linear_fp8 import BY_MANY_TILE, LinearTile, choose_tile, linear_fp8
 from gptoss_kernels.testing import norm_error
 
 # Rounding to bf16 alone costs 1.7e-3.
@@ -21,6 +21,7 @@ SERVED_TILES = sorted(
 )
 # Beyond those, one for each way through the kernel that they leave out.
 OTHER_TILES = (
+    BY_MANY_TILE,
     LinearTile(24),
     LinearTile(96),
     LinearTile(160, cluster_m=2),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gptoss_kernels import reference
-from gptoss_kernels.cuda.linear_fp8 import LinearTile, choose, choose_plain, linear_fp8
+from gptoss_kernels.cuda.linear_fp8 import BY_MANY_TILE, choose, choose_plain, linear_fp8
 from gptoss_kernels.cuda.linear_fp8_rows import MAXIMUM_ROWS, ManyRowsTile, choose_many_rows_tile
 from gptoss_kernels.testing import norm_error
 
@@ -108,7 +108,7 @@ def test_error_is_that_of_rounding(m: int, n: int, k: int) -> None:
 @pytest.mark.gpu
 def test_as_served() -> None:
     n, k = HEAD
-    for m, tile in ((9, tile_of(9, k)), (17, LinearTile(96, m_groups=1, k_groups=2))):
+    for m, tile in ((9, tile_of(9, k)), (17, BY_MANY_TILE)):
         *operands, _ = random_inputs(m, n, k)
         out = linear_fp8(*operands, out=poisoned(m, n))
         expected = reference.linear_fp8(*operands, dtype=torch.float32)
@@ -205,8 +205,7 @@ def test_few_rows_by_very_many_are_its_own() -> None:
 
 def test_some_more_rows_by_very_many_take_narrow_tiles() -> None:
     n, k = HEAD
-    narrow = LinearTile(96, m_groups=1, k_groups=2)
-    assert {choose_plain(m, n, k, H200_BLOCKS) for m in (17, 32)} == {narrow}
-    assert choose_plain(9, n + 8, k, H200_BLOCKS) == narrow
+    assert {choose_plain(m, n, k, H200_BLOCKS) for m in (17, 32)} == {BY_MANY_TILE}
+    assert choose_plain(9, n + 8, k, H200_BLOCKS) == BY_MANY_TILE
     for sizes in ((33, n, k), (17, 5120, k), (17, n, 128)):
-        assert choose_plain(*sizes, H200_BLOCKS) == choose(*sizes, H200_BLOCKS) != narrow
+        assert choose_plain(*sizes, H200_BLOCKS) == choose(*sizes, H200_BLOCKS) != BY_MANY_TILE

@@ -142,7 +142,7 @@ _FEW_ROWS_TILES = (
     LinearTile(80, m_groups=1, k_groups=2),
 )
 # By very many of the weight: fewer of them side by side read longer pieces of each.
-_MOST_ROWS_BY_MANY, _BY_MANY_TILE = 32, LinearTile(96, m_groups=1, k_groups=2)
+_MOST_ROWS_BY_MANY, BY_MANY_TILE = 32, LinearTile(96, m_groups=1, k_groups=2)
 _WIDE_TILE = LinearTile(128, waves=2, stores_boxes=True, unroll=4)
 _MANY_ROWS_TILES = (
     LinearTile(192, m_groups=1, k_groups=2),
@@ -190,7 +190,7 @@ def choose_plain(m: int, n: int, k: int, num_blocks: int) -> LinearTile | FewTil
     if tile := choose_many_rows_tile(m, n, k, num_blocks):
         return tile
     if m <= _MOST_ROWS_BY_MANY and n >= MANY_ROWS * num_blocks and k > BLOCK:
-        return _BY_MANY_TILE
+        return BY_MANY_TILE
     return choose(m, n, k, num_blocks)
 
 
