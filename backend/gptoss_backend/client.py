@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from tritonclient import grpc as tritonclient
-from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype, triton_to_np_dtype
 
 from gptoss_engine.types import InvalidRequest
 
@@ -104,7 +104,7 @@ class ChatClient:
                 response = result.get_response()
                 is_over = response.parameters["triton_final_response"].bool_param
                 if response.outputs:
-                    yield {each.name: _value(each, result) for each in response.outputs}
+                    yield as_values(response)
         finally:
             if is_over and not has_failed:
                 self._idle = arrivals
@@ -158,13 +158,20 @@ def _integers(name: str, values: Sequence[int], dtype: type[np.integer]) -> np.n
     return np.array(values, dtype=dtype)
 
 
-def _value(output: Any, result: tritonclient.InferResult) -> Any:
-    array = result.as_numpy(output.name)
-    assert array is not None
-    if output.name == "token_ids":
-        return array.tolist()
-    element = array.reshape(-1)[0]
-    return element.decode() if isinstance(element, bytes) else element.item()
+def as_values(response: Any) -> dict[str, Any]:
+    """The outputs of a ModelInferResponse by name: text, a number, or the list of token_ids.
+
+    Read where they lie: InferResult.as_numpy takes 0.3 ms for eight of them.
+    """
+    outputs = zip(response.outputs, response.raw_output_contents, strict=True)
+    return {output.name: _value(output, content) for output, content in outputs}
+
+
+def _value(output: Any, content: bytes) -> Any:
+    if output.datatype == "BYTES":  # one element: its length, four bytes, and itself
+        return content[4:].decode()
+    array = np.frombuffer(content, dtype=triton_to_np_dtype(output.datatype))
+    return array.tolist() if output.name == "token_ids" else array[0].item()
 
 
 def _chat_response(outputs: Mapping[str, Any]) -> ChatResponse:

@@ -6,10 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tritonclient.utils import InferenceServerException
+from tritonclient.grpc import InferResult
+from tritonclient.grpc.service_pb2 import (
+    ModelInferResponse,  # pyright: ignore[reportAttributeAccessIssue]
+)
+from tritonclient.utils import InferenceServerException, serialize_byte_tensor
 
 from gptoss_backend import client
-from gptoss_backend.client import ChatClient, RequestFailed, as_tensors
+from gptoss_backend.client import ChatClient, RequestFailed, as_tensors, as_values
 from gptoss_engine.types import InvalidRequest
 
 
@@ -44,6 +48,38 @@ def test_numbers_that_do_not_fit_are_refused(name: str, value: Any, sentence: st
         as_tensors({name: value})
 
 
+def test_values_are_what_tritonclient_reads() -> None:
+    arrays = {
+        "text_output": np.array(["hé\n".encode()], dtype=np.object_),
+        "error": np.array([b""], dtype=np.object_),
+        "token_ids": np.array([7, -1, 2**31 - 1], dtype=np.int32),
+        "index": np.array([2**32 - 1], dtype=np.uint32),
+        "cumulative_logprob": np.array([-0.7], dtype=np.float32),
+        "is_it": np.array([True]),
+    }
+    kinds = ("BYTES", "BYTES", "INT32", "UINT32", "FP32", "BOOL")
+    response = ModelInferResponse()
+    for (name, array), kind in zip(arrays.items(), kinds, strict=True):
+        response.outputs.add(name=name, datatype=kind, shape=array.shape)
+        is_text = kind == "BYTES"
+        content = serialize_byte_tensor(array).item() if is_text else array.tobytes()
+        response.raw_output_contents.append(content)
+    result = InferResult(response)
+    values = as_values(response)
+    for name in arrays:
+        array = result.as_numpy(name)
+        assert array is not None
+        each = array.tolist() if name == "token_ids" else array.tolist()[0]
+        assert values[name] == (each.decode() if isinstance(each, bytes) else each), name
+    assert (values["text_output"], values["token_ids"]) == ("hé\n", [7, -1, 2**31 - 1])
+
+
+def test_no_token_is_an_empty_list() -> None:
+    response = ModelInferResponse(raw_output_contents=[b""])
+    response.outputs.add(name="token_ids", datatype="INT32", shape=[0])
+    assert as_values(response) == {"token_ids": []}
+
+
 class _Server:
     """In tritonclient's place: `says` has what each stream is told; `calls`, what it was asked."""
 
@@ -70,11 +106,10 @@ class _Server:
         self.calls.append("close")
 
     def respond(self, *, is_last: bool) -> None:
-        flag = SimpleNamespace(bool_param=is_last)
-        outputs = [SimpleNamespace(name="token_ids")]
-        response = SimpleNamespace(parameters={"triton_final_response": flag}, outputs=outputs)
-        numbers = SimpleNamespace(get_response=lambda: response, as_numpy=lambda _: np.arange(2))
-        self.callback(numbers, None)
+        response = ModelInferResponse(raw_output_contents=[np.arange(2, dtype=np.int32).tobytes()])
+        response.outputs.add(name="token_ids", datatype="INT32", shape=[2])
+        response.parameters["triton_final_response"].bool_param = is_last
+        self.callback(SimpleNamespace(get_response=lambda: response), None)
 
     def fail(self, sentence: str) -> None:
         self.callback(None, InferenceServerException(sentence))
