@@ -61,8 +61,9 @@ class EngineConfig:
         2048, on a GPU 8192.
     overlap: "on" schedules each step while the one before runs, "off" when it has run; the tokens
         are the same. "auto" is on on a GPU.
-    cuda_graphs: "on" captures steps of decodes as CUDA graphs at the start, which needs gemm and
-        attention "cuda" and FP8 weights; "auto" does so wherever it can.
+    cuda_graphs: "on" captures steps of decodes, and of a short prompt alone, as CUDA graphs at the
+        start, which needs gemm and attention "cuda" and FP8 weights; "auto" does so wherever it
+        can.
     max_waiting_requests, max_waiting_tokens: admission limits; beyond them UNAVAILABLE. A request
         that finds a free place among max_num_seqs is not waiting.
     default_max_tokens: the answer's limit when a request names none; 0 is what the context leaves.

@@ -31,8 +31,9 @@ class GraphShape(NamedTuple):
     is_decode: bool
 
 
-# Prompts of so many tokens that find the engine at rest are graphs; none while 0.
-MAXIMUM_PREFILL_ROWS = 0
+# Prompts of so many tokens that find nobody else there are graphs. Launched one by one, 20b's 220
+# kernels take the host 6.3 ms, and the device 6.0.
+MAXIMUM_PREFILL_ROWS = 256
 PREFILL_ROWS_APART = 16
 
 
