@@ -54,6 +54,9 @@ log = logging.getLogger(__name__)
 # masked, after each token that is due. A step that brings more runs without a graph.
 _WORDS, _MASKED = 3, 16
 LONG_ROWS = 2048  # of a prefill that takes more than a few rounds of tiles
+# Of steps whose launches are prepared before the first one is asked for: 20b's take the host 25 ms,
+# in which every stream waits. Larger steps take the device as long.
+PREPARED_ROWS = 1024
 FILLERS = 16  # rows behind decodes: sizes of graphs are no further apart
 
 
@@ -398,9 +401,8 @@ class DeviceSteps:
             )
         # Behind the captures, which empty the pool; and decodes, too, without a graph.
         started = time.monotonic()
-        steps = warm_up_steps(
-            config.max_num_batched_tokens, config.max_num_seqs, self._max_model_len
-        )
+        most = (config.max_num_batched_tokens, config.max_num_seqs, self._max_model_len)
+        steps = warm_up_steps(*most, is_trial=is_trial)
         for counts in tracked(steps, "warm-up", len(steps)):
             self.launch(self._made_up(counts)).result()
         # Behind a long context prefills have other kernels.
@@ -472,20 +474,25 @@ def filled_rows(num_rows: int, most: int) -> int:
     return rows if rows <= most else most + FILLERS if num_rows > most else most
 
 
-def warm_up_steps(most_rows: int, most_seqs: int, max_model_len: int) -> list[tuple[int, ...]]:
+def warm_up_steps(
+    most_rows: int, most_seqs: int, max_model_len: int, *, is_trial: bool = False
+) -> list[tuple[int, ...]]:
     """For each step the rows of its sequences; the first ones need the most memory.
 
     As many rows as a step may have, with the most and with the fewest sequences. Then such numbers
-    of rows as make operators choose other kernels.
+    of rows as make operators choose other kernels and, but for a trial, all up to PREPARED_ROWS
+    that steps are filled up to.
     """
     decodes = (1,) * (most_seqs - 1)
     steps = [
         (*decodes, min(most_rows - len(decodes), max_model_len)),
         _cut(most_rows, most_seqs, max_model_len),
     ]
-    few = (count for count in (*range(1, MAXIMUM_DECODE_QUERIES + 1), 16, 32, 64, 96))
-    powers = (2**exponent for exponent in range(7, most_rows.bit_length()))
-    for rows in (*few, *powers):
+    numbers = {*range(1, MAXIMUM_DECODE_QUERIES + 1), 16, 32, 64, 96}
+    numbers.update(2**exponent for exponent in range(7, most_rows.bit_length()))
+    if not is_trial:
+        numbers.update(filled_rows(rows, most_rows) for rows in range(9, PREPARED_ROWS + 1))
+    for rows in sorted(numbers):
         if rows <= most_rows:
             steps.append(_cut(rows, most_seqs, max_model_len))
     return steps

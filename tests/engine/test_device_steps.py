@@ -658,7 +658,11 @@ def test_the_warm_up_has_the_largest_steps_and_all_small_ones() -> None:
     steps = warm_up_steps(most_rows=300, most_seqs=12, max_model_len=512)
     assert steps[0] == (*(1,) * 11, 289)
     assert steps[1] == (300,)
-    assert steps[2:] == [(n,) for n in (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 96, 128, 256)]
+    assert steps[2:] == [(n,) for n in (*range(1, 9), *range(16, 300, 16), 300)]
+    trial = warm_up_steps(300, 12, 512, is_trial=True)
+    assert trial == [*steps[:2], *((n,) for n in (*range(1, 9), 16, 32, 64, 96, 128, 256))]
+    largest = warm_up_steps(8192, 256, 131_072)[-4:]
+    assert largest == [(1024,), (2048,), (4096,), (8192,)]
     # A context that is shorter than a step, or a step that has a token for each sequence.
     assert warm_up_steps(300, 12, 128)[:2] == [(*(1,) * 11, 128), (128, 128, 44)]
     assert warm_up_steps(4, 4, 512)[:2] == [(1, 1, 1, 1), (4,)]

@@ -318,8 +318,9 @@ class _Prepared(NamedTuple):
 
 
 # Buffers of a serving engine come back at the same addresses; others would fill the memory, with
-# some 5 KB each. The 120b has 430 for each number of rows.
-_MAXIMUM_LAUNCHES = 16_384
+# some 5 KB each. The 120b has 430 for each number of rows, of which steps and graphs have hundreds:
+# a step that has to prepare its launches again takes tens of ms longer.
+_MAXIMUM_LAUNCHES = 131_072
 _launches: dict[tuple[object, ...], _Prepared] = {}
 
 
