@@ -42,8 +42,7 @@ from gptoss_kernels import ops as operators
 
 # Limits of waiting, in seconds.
 LOAD_SECONDS = 1800.0  # for another rank's weights
-JOIN_SECONDS = 60.0  # for another rank that has loaded
-STEP_SECONDS = 60.0  # for a step, or another rank's part of it
+STEP_SECONDS = 60.0  # for a step, or another rank's part of it; for one that has loaded to meet
 _WARM_UP_SECONDS = 600.0  # of which the compiler's kernels may take most
 _END_SECONDS = 1.0  # for a process whose socket is closed
 _CASCADE_SECONDS = 0.05  # for ranks that end because another one did
@@ -114,10 +113,10 @@ class Peers(ABC):
         loaded other files, InvalidConfig where the GPUs cannot reach each other.
         """
         self._wait_until_all_loaded(fingerprint)
-        what = f"rank {self.rank.index} could not meet the others within {JOIN_SECONDS:g} s"
+        what = f"rank {self.rank.index} could not meet the others within {STEP_SECONDS:g} s"
         with _said(what):
             store = FileStore(str(self._folder / "store"), self.rank.tp)
-            store.set_timeout(timedelta(seconds=JOIN_SECONDS))
+            store.set_timeout(timedelta(seconds=STEP_SECONDS))
             group = _group(store, self.rank, device)
         self._store = store
         try:
@@ -383,7 +382,12 @@ def _group(store: Store, rank: Rank, device: torch.device) -> dist.ProcessGroup:
         # NVLink's multicast is not used: it is not there on every machine.
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         dist.init_process_group(
-            "nccl", store=store, rank=rank.index, world_size=rank.tp, device_id=device
+            "nccl",
+            store=store,
+            rank=rank.index,
+            world_size=rank.tp,
+            device_id=device,
+            timeout=timedelta(seconds=STEP_SECONDS),
         )
         assert dist.group.WORLD is not None
         return dist.group.WORLD

@@ -7,11 +7,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from gptoss_engine.checkpoints.tensor_source import WeightMode
 from gptoss_engine.config import EngineConfig, InvalidConfig
 from gptoss_engine.engine import Engine, EngineLoop
 from gptoss_engine.engine_process import EngineProcess
+from gptoss_engine.kv_cache import PageCounts
 from gptoss_engine.loading import load_weights
 from gptoss_engine.model_config import InvalidCheckpoint
 from gptoss_engine.runner import load_runner
@@ -325,6 +327,80 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+# ---- waiting -----------------------------------------------------------------------------------
+
+
+class Member(parallel.Peers):
+    """A rank that has loaded, as a thread."""
+
+    def _wait_until_all_loaded(self, fingerprint: str) -> None:
+        assert fingerprint == "the same"
+
+
+def joined(rank: Rank, folder: Path) -> Member:
+    member = Member(rank, str(folder))
+    member.join("the same", CPU, "reference", columns=96, max_tokens=64)
+    return member
+
+
+def test_ranks_agree_on_the_fewest_pages(tmp_path: Path):
+    def pages(index: int) -> list[PageCounts]:
+        member = joined(Rank(index, 3), tmp_path)
+        assert (member.reduction.rank, member.reduction.size) == (index, 3)
+        return [
+            member.agreed(PageCounts(10 + index, 7 - index)),
+            member.agreed(PageCounts(9, 9 - index)),
+        ]
+
+    with ThreadPoolExecutor(3) as threads:
+        found = [*threads.map(pages, range(3))]
+    assert found == 3 * [[PageCounts(10, 5), PageCounts(9, 7)]]
+
+
+def test_a_rank_that_says_nothing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with ThreadPoolExecutor(2) as threads:
+        one, _ = threads.map(lambda index: joined(Rank(index, 2), tmp_path), range(2))
+    monkeypatch.setattr(parallel, "_WARM_UP_SECONDS", 0.1)
+    with pytest.raises(parallel.RankFailed) as failed:
+        one.agreed(PageCounts(1, 1))
+    assert str(failed.value) == "rank 1 has not said in 0.1 s for how many pages it has room"
+
+
+def test_ranks_that_do_not_meet_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(parallel, "STEP_SECONDS", 0.2)
+    sentence = r"^rank 0 could not meet the others within 0\.2 s: "
+    with pytest.raises(parallel.RankFailed, match=sentence):
+        joined(Rank(0, 2), tmp_path)
+
+
+class Event:
+    """Of a GPU: happens when it has been asked so often, or never."""
+
+    def __init__(self, questions: int | None) -> None:
+        self.left = questions
+
+    def query(self) -> bool:
+        if self.left is None:
+            return False
+        self.left -= 1
+        return self.left < 0
+
+
+def test_a_gpu_is_waited_for_until_a_rank_is_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    member = Member(Rank(1, 2), str(tmp_path))
+    member.wait(cast(torch.cuda.Event, Event(3)))
+    monkeypatch.setattr(parallel, "STEP_SECONDS", 0.1)
+    with pytest.raises(parallel.RankFailed, match=r"not ended in 0\.1 s on the GPU of rank 1$"):
+        member.wait(cast(torch.cuda.Event, Event(None)))
+
+    def dead() -> None:
+        raise parallel.RankFailed("rank 0 is dead")
+
+    monkeypatch.setattr(member, "check", dead)
+    with pytest.raises(parallel.RankFailed, match="rank 0 is dead"):
+        member.wait(cast(torch.cuda.Event, Event(None)))
 
 
 # ---- refusals ----------------------------------------------------------------------------------
