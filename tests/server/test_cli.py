@@ -48,6 +48,9 @@ def _run(
         (("generate", "x", "--raw", "--token-ids"), "exclude each other"),
         (("generate", "x", "--token-ids"), "token ids must be a JSON list"),
         (("generate", "x", "--format", "runes"), "format must be one of harmony, got 'runes'"),
+        (("generate", "x", "--tp", "4", "--ep", "2"), "ep must be 1 or tp (4), got 2"),
+        (("generate", "x", "--device", "cpu", "--tp", "2"), "with ep 2 each rank has whole ones"),
+        (("bench", "decode", "--device", "cpu", "--dp", "2"), "dp must be 1 where one engine is"),
         (("nonsense",), "No such command"),
     ],
 )
@@ -59,6 +62,15 @@ def test_wrong_usage_is_a_sentence_and_exit_code_2(
     assert sentence in " ".join(done.stderr.replace("│", " ").split())
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
+
+
+def test_generate_over_ranks_and_replicas_says_the_same() -> None:
+    arguments = ("generate", "[7, 8, 9]", "--token-ids", "--device", "cpu", "--temperature", "0")
+    limits = ("--max-tokens", "6", "--ignore-eos", "--max-model-len", "64")
+    alone = _run(*arguments, *limits)
+    several = _run(*arguments, *limits, "--tp", "2", "--ep", "2", "--dp", "2")
+    assert (several.returncode, several.stdout) == (0, alone.stdout)
+    assert len(json.loads(alone.stdout)) == 6
 
 
 def test_configuration_file_with_an_unknown_key(tmp_path: Path) -> None:
