@@ -93,6 +93,28 @@ def test_a_kernel_that_does_not_compile_fails_the_command(
     assert sound.split("│")[2].strip() != "none"
 
 
+def test_what_a_rank_takes_is_compiled_too(
+    gptoss: Run, serve_only, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve_only(DOUBLE)
+    rank_kernels, asked = build.rank_kernels, []
+
+    def of_a_rank(ranks: int) -> tuple[KernelSpec, ...]:
+        asked.append(ranks)
+        return (replace(DOUBLE, variant="of a rank", defines=(("OTHER", 1),)),)
+
+    monkeypatch.setattr(build, "rank_kernels", of_a_rank)
+    done = gptoss("build-kernels", "--output", tmp_path, "--ranks", 4)
+    assert (done.code, asked) == (0, [4])
+    assert "twice of a rank" in done.out
+    assert gptoss("build-kernels", "--output", tmp_path).code == 0
+    assert asked == [4]
+    monkeypatch.setattr(build, "rank_kernels", rank_kernels)
+    done = gptoss("build-kernels", "--output", tmp_path, "--ranks", 3)
+    assert done.code == 1
+    assert done.err == ("gptoss: ranks must divide 8 key-value heads and 32 experts, got 3\n")
+
+
 def test_a_folder_that_cannot_be_written_is_said_before(gptoss: Run, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     done = gptoss("build-kernels", "--output", tmp_path / "file")

@@ -119,6 +119,19 @@ def test_what_is_served_is_what_operators_choose() -> None:
 def test_a_kernel_that_spills_is_caught(tmp_path: Path) -> None:
     free = KernelSpec("sums", (), generated=SUMS)
     assert only(free, tmp_path).faults == ()
+def test_what_a_rank_takes_is_not_what_one_alone_does() -> None:
+    two = set(build.rank_kernels(2))
+    assert not two & set(build.served_kernels())
+    assert set(dispatch_specs(2880, 64, 4).values()) <= two
+    assert {
+        FewTile(2048, 16, quantises=True).spec,
+        quantise_spec(choose_layout(1, 2048), 128),
+    } <= two
+    assert build.rank_kernels(1) == ()
+    with pytest.raises(ValueError, match="must divide 8 key-value heads and 32 experts, got 3"):
+        build.rank_kernels(3)
+
+
     capped = replace(free, flags=("--maxrregcount=24",))
     spills, *others = only(capped, tmp_path).faults
     assert spills.startswith("spills ")

@@ -32,6 +32,9 @@ def build_kernels(
     jobs: Annotated[
         int | None, typer.Option(min=1, help="How many at a time.", show_default="one a core")
     ] = None,
+    ranks: Annotated[
+        int, typer.Option(min=1, help="Those of a rank of so many, too (--tp N --ep N).")
+    ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Compile all Hopper kernels ahead of their first use; needs no GPU and no driver.
@@ -40,7 +43,7 @@ def build_kernels(
     one spills registers, has a stack frame or loses speed by the compiler's own words.
     """
     from gptoss_kernels.cuda import compiler
-    from gptoss_kernels.cuda.build import build, served_kernels
+    from gptoss_kernels.cuda.build import build, rank_kernels, served_kernels
 
     try:
         version = compiler.nvrtc_version()
@@ -51,7 +54,10 @@ def build_kernels(
     except OSError as error:
         raise CommandFailed(f"{error}: name a folder with --output") from error
     _make_writable(cache / "kernels")
-    specs = served_kernels()
+    try:
+        specs = served_kernels() + (rank_kernels(ranks) if ranks > 1 else ())
+    except ValueError as error:
+        raise CommandFailed(str(error)) from error
     jobs = jobs or len(os.sched_getaffinity(0))
     started = time.monotonic()
     done = tracked(build(specs, jobs=jobs, cache=cache), "compiling", len(specs))

@@ -83,6 +83,48 @@ def served_kernels() -> tuple[KernelSpec, ...]:
     return tuple(sorted(kernels, key=str))
 
 
+def rank_kernels(ranks: int) -> tuple[KernelSpec, ...]:
+    """What ranks that share a model, each with whole experts, take beside served_kernels.
+
+    ValueError where a served model cannot be shared by so many.
+    """
+    from gptoss_kernels.cuda.dispatch_fp8 import specs as dispatch_specs
+    from gptoss_kernels.cuda.quantise import spec as quantise_spec
+    from gptoss_kernels.cuda.rows import choose_layout
+    from gptoss_kernels.fp8 import BLOCK
+
+    kernels = set()
+    for name in ("20b", "120b"):
+        rank = _of_rank(SERVED_MODELS[name], ranks)
+        kernels.update(_dense(rank), _grouped(rank))
+        sizes = (rank.hidden, rank.num_experts, rank.experts_per_token)
+        kernels.update(dispatch_specs(*sizes).values())
+        layouts = {choose_layout(tokens, rank.attention) for tokens in _NUM_TOKENS}
+        kernels.update(quantise_spec(layout, BLOCK) for layout in layouts)
+    return tuple(sorted(kernels - set(served_kernels()), key=str))
+
+
+def _of_rank(model: ModelSizes, ranks: int) -> ModelSizes:
+    """Its heads and its experts; each piece of qkv's rows filled up to whole blocks."""
+    from gptoss_kernels.contracts import HEAD_DIM
+    from gptoss_kernels.fp8 import BLOCK, num_blocks
+
+    keys = (model.qkv - model.attention) // 2
+    heads = keys // HEAD_DIM
+    if ranks < 1 or heads % ranks or model.num_experts % ranks:
+        raise ValueError(
+            f"ranks must divide {heads} key-value heads and {model.num_experts} experts, got "
+            f"{ranks}"
+        )
+    pieces = (model.attention // ranks, keys // ranks, keys // ranks)
+    return replace(
+        model,
+        qkv=sum(num_blocks(size) for size in pieces) * BLOCK,
+        attention=pieces[0],
+        num_experts=model.num_experts // ranks,
+    )
+
+
 def _dense(model: ModelSizes) -> Iterator[KernelSpec]:
     from gptoss_kernels.cuda import linear
     from gptoss_kernels.cuda.linear_fp8 import MAXIMUM_QUANTISED_ROWS, choose, choose_plain
