@@ -116,9 +116,6 @@ def test_what_is_served_is_what_operators_choose() -> None:
     assert len({str(spec) for spec in served}) == len(served)
 
 
-def test_a_kernel_that_spills_is_caught(tmp_path: Path) -> None:
-    free = KernelSpec("sums", (), generated=SUMS)
-    assert only(free, tmp_path).faults == ()
 def test_what_a_rank_takes_is_not_what_one_alone_does() -> None:
     two = set(build.rank_kernels(2))
     assert not two & set(build.served_kernels())
@@ -132,6 +129,9 @@ def test_what_a_rank_takes_is_not_what_one_alone_does() -> None:
         build.rank_kernels(3)
 
 
+def test_a_kernel_that_spills_is_caught(tmp_path: Path) -> None:
+    free = KernelSpec("sums", (), generated=SUMS)
+    assert only(free, tmp_path).faults == ()
     capped = replace(free, flags=("--maxrregcount=24",))
     spills, *others = only(capped, tmp_path).faults
     assert spills.startswith("spills ")
