@@ -104,8 +104,11 @@ def test_what_is_served_is_what_operators_choose() -> None:
     for (hidden, inner, chosen), stages in product(
         ((2880, 2880, 4), (320, 1088, 4), (128, 128, 2)), (3, 4)
     ):
-        for k, n, swiglu in ((hidden, 2 * inner, True), (inner, hidden, False)):
-            assert FewExpertsTile(k, n, chosen, swiglu=swiglu, stages=stages).spec in served
+        assert FewExpertsTile(hidden, 2 * inner, chosen, True, stages).spec in served
+        assert FewExpertsTile(inner, hidden, chosen, False, stages).spec in served
+    for experts, ahead in product((32, 128), (2, 4)):
+        assert FewExpertsTile(2880, 5760, 4, True, 3, experts, ahead).spec in served
+        assert FewExpertsTile(2880, 2880, 4, False, 3, experts).spec in served
     assert set(dispatch_specs(2880, 128, 4).values()) <= served
     for columns, experts, chosen in ((2880, 128, 4), (2880, 32, 4), (320, 16, 4), (128, 8, 2)):
         routes = {RouteTile(columns, experts, chosen).spec, choice_spec(experts, chosen)}

@@ -149,7 +149,7 @@ def _dense(model: ModelSizes) -> Iterator[KernelSpec]:
 
 def _grouped(model: ModelSizes) -> Iterator[KernelSpec]:
     from gptoss_kernels.cuda import grouped_fp8
-    from gptoss_kernels.cuda.experts_fp8 import MOST_TOKENS
+    from gptoss_kernels.cuda.experts_fp8 import MAXIMUM_GATHERED
     from gptoss_kernels.cuda.experts_fp8 import choose_tiles as choose_few_tiles
     from gptoss_kernels.fp8 import BLOCK
 
@@ -160,7 +160,7 @@ def _grouped(model: ModelSizes) -> Iterator[KernelSpec]:
         tiles.add(grouped_fp8.choose_tile(rows, experts, swiglu=True, **first))
         tiles.add(grouped_fp8.choose_tile(rows, experts, x_group=group))
     sizes = (model.num_experts, model.hidden, model.intermediate, model.experts_per_token)
-    for tokens in range(1, MOST_TOKENS + 1):
+    for tokens in range(1, MAXIMUM_GATHERED // model.experts_per_token + 1):
         tiles.update(choose_few_tiles(tokens, *sizes) or ())
     yield from (tile.spec for tile in tiles)
 

@@ -12,7 +12,7 @@ import ctypes
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -30,8 +30,8 @@ from gptoss_kernels.fp8 import BLOCK
 # where an expert's choices are gathered, a round of 32 lanes for each 32.
 MAXIMUM_TOKENS, MAXIMUM_CHOICES = 8, 32
 MAXIMUM_GATHERED = 512
-# Up to which it was faster when it was timed: see docs/LOG.md.
-MOST_TOKENS = 8
+# Of an expert, in the mean: of more, many experts would have more entries than one.
+_MOST_GATHERED_ROWS = 4
 _SLOTS = 8  # of an entry
 _MAXIMUM_WARPS = 12  # that multiply
 _MAXIMUM_GROUPS = 2  # of 128 columns in the registers of a warp
@@ -94,8 +94,6 @@ def few_tiles(x: Tensor, chosen: Tensor, w2: Tensor) -> FewExpertsTiles | None:
     """Of the operands of experts_fp8_few, which need not have been checked; None: not for these."""
     if x.dim() != 2 or chosen.dim() != 2 or w2.dim() != 3 or chosen.dtype != torch.int64:
         return None
-    if len(x) > MOST_TOKENS:
-        return None
     return choose_tiles(len(x), len(w2), x.shape[1], w2.shape[2], chosen.shape[1])
 
 
@@ -103,9 +101,9 @@ def few_tiles(x: Tensor, chosen: Tensor, w2: Tensor) -> FewExpertsTiles | None:
 class FewExpertsTile:
     """For which the kernel is compiled: K, N, and the experts of a token.
 
-    stages: slots of a block's ring, for 16 rows each. ahead: so many more times 16 rows a block has
-    come into L2 before it waits for the kernel before. experts: at least as many as there are where
-    an entry's slots are for the next choices of its expert; 0: for one of each token.
+    stages: slots of a block's ring, for 16 rows each. ahead: so many times 16 rows a block has come
+    into L2 while tokens are routed, with swiglu. experts: at least as many as there are where an
+    entry's slots are for the next choices of its expert; 0: for one of each token.
     """
 
     k: int
@@ -181,16 +179,26 @@ FewExpertsTiles = tuple[FewExpertsTile, FewExpertsTile]  # of both products
 def choose_tiles(
     num_tokens: int, num_experts: int, hidden: int, inner: int, chosen: int
 ) -> FewExpertsTiles | None:
-    """As they were fastest (see docs/LOG.md); None where the kernel has no room."""
+    """As they were fastest (see docs/LOG.md).
+
+    None: dispatch and grouped products are faster, or the kernel has no room.
+    """
     num_choices = num_tokens * chosen
     if not (0 < num_choices <= MAXIMUM_GATHERED and num_experts <= MAXIMUM_EXPERTS):
         return None
-    gathers = num_tokens > MAXIMUM_TOKENS or num_choices > MAXIMUM_CHOICES
-    experts = -(-num_experts // 32) * 32 if gathers else 0
+    experts = 0
+    if num_tokens > MAXIMUM_TOKENS or num_choices > MAXIMUM_CHOICES:
+        if num_choices > _MOST_GATHERED_ROWS * num_experts:
+            return None
+        experts = -(-num_experts // 32) * 32
+    ahead = 0
+    if num_tokens >= MAXIMUM_TOKENS:
+        # From two choices an expert on, nearly all of what is fetched is needed.
+        ahead = 2 if num_choices < 2 * num_experts else 4
     stages = 4 if num_tokens == 1 else 3
-    tile = FewExpertsTile(hidden, 2 * inner, chosen, swiglu=True, stages=stages, experts=experts)
-    tiles = (tile, replace(tile, k=inner, n=hidden, swiglu=False))
-    return tiles if all(tile.is_possible for tile in tiles) else None
+    first = FewExpertsTile(hidden, 2 * inner, chosen, True, stages, experts, ahead)
+    second = FewExpertsTile(inner, hidden, chosen, False, stages, experts)
+    return (first, second) if first.is_possible and second.is_possible else None
 
 
 class _Arguments(ctypes.Structure):

@@ -17,9 +17,9 @@
 // next rows.
 //
 // Each block finds the entries by itself. Of the second product it does so, and sends for its first
-// weights, before it waits for the first one to end; then it has the next ones, of AHEAD tiles, come
-// into L2. Of the first product, where tokens may still be routed, it has those come that will be its
-// own if all experts are chosen, and others' if most are.
+// weights, before it waits for the first one to end. Of the first one, while tokens may still be
+// routed, it has weights of AHEAD tiles come into L2 that will be its own if all experts are chosen,
+// and others' if most are.
 //
 // Defined by whoever compiles this: K, N, SWIGLU, CHOSEN, WARPS, STAGES, SHARED_BYTES, AHEAD,
 // MAXIMUM_CHOICES, EXPERTS (where choices are gathered at least their number, in a multiple of 32;
@@ -56,6 +56,7 @@ constexpr int COUNT_OFFSET = (ENTRIES_OFFSET + MAXIMUM_ENTRIES * ENTRY_BYTES + 7
 constexpr int COUNTS_OFFSET = COUNT_OFFSET + 8;  // of choices, then of entries before, by expert
 static_assert(COUNTS_OFFSET + EXPERTS * 4 <= SHARED_BYTES, "the launch gives too little memory");
 static_assert(EXPERTS % 32 == 0, "lanes share experts");
+static_assert(SWIGLU || AHEAD == 0, "the second product knows who was chosen");
 
 struct Arguments {
     const void* x;            // of tokens, bf16; of the second product y, a row for each choice, fp32
@@ -290,21 +291,12 @@ struct Keeper {
         }
     }
 
-    __device__ __forceinline__ void fetch_rows(long long row, int rows) const {
-        for (int i = lane; i < rows; i += 32) fetch_bytes(arguments.weight + (row + i) * K, K);
-    }
-
     __device__ __forceinline__ void fetch_likely() const {
-        const long long all = static_cast<long long>(arguments.num_experts) * UNITS;
-        const long long first = blockIdx.x * all / gridDim.x;
-        fetch_rows(first * UNIT, min(AHEAD * TILE_UNITS, static_cast<int>(all - first)) * UNIT);
-    }
-
-    __device__ __forceinline__ void fetch_next(Walk walk) const {
-        for (int i = 0; i < AHEAD && !walk.is_done(); ++i, walk.next()) {
-            const long long expert = Entry(shared, walk.entry).expert();
-            fetch_rows(expert * N + walk.row(), walk.rows());
-        }
+        const uint32_t units = arguments.num_experts * UNITS;
+        const long long first = blockIdx.x * units / gridDim.x * UNIT;
+        const long long end = min(first + AHEAD * TILE_UNITS * UNIT, units * 1ll * UNIT);
+        for (long long row = first + lane; row < end; row += 32)
+            fetch_bytes(arguments.weight + row * K, K);
     }
 
     // Lane 4 s + i: of slot s, columns 4 i to 4 i + 3 of the tile.
@@ -347,13 +339,12 @@ struct Keeper {
 
     __device__ __forceinline__ void run() const {
         if constexpr (SWIGLU) {
-            fetch_likely();
+            if constexpr (AHEAD > 0) fetch_likely();
             wait_for_previous_kernels();
         }
         Walk walk(find_entries(shared, arguments, lane)), ahead = walk;
         for (int slot = 0; slot < STAGES && !ahead.is_done(); ++slot, ahead.next())
             send_for(ahead, slot);
-        if constexpr (!SWIGLU) fetch_next(ahead);
         __syncthreads();
         if constexpr (!SWIGLU) wait_for_previous_kernels();
         allow_next_kernel();
