@@ -637,21 +637,18 @@ def test_the_pool_is_filled_behind_the_captures_which_empty_it(
     assert capture.replayed == []
 
 
-def test_a_trial_captures_the_largest_graph_alone(config: EngineConfig) -> None:
-    rows: list[int] = []
-
-    class Capture(Recorded):
-        def __call__(self, run: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
-            replay, outputs = super().__call__(run)
-            rows.append(len(outputs.token_ids))
-            return replay, outputs
-
-    runner = on_device(config, Capture())
-    assert len(rows) > 1
-    largest = max(rows)
-    rows.clear()
+def test_a_trial_captures_the_largest_graph_of_each_kind_alone(config: EngineConfig) -> None:
+    runner = on_device(config, Recorded(64))
+    steps = runner._steps
+    assert steps is not None
+    assert steps._graphs is not None
+    assert set(steps._graphs._graphs) == {*steps._shapes}
+    assert config.max_num_seqs < 64, "the largest of all is a prefill"
     runner.warm_up(is_trial=True)
-    assert rows == [largest]
+    assert [*steps._graphs._graphs] == [
+        GraphShape(64, is_decode=False),
+        GraphShape(config.max_num_seqs, is_decode=True),
+    ]
 
 
 def test_the_warm_up_has_the_largest_steps_and_all_small_ones() -> None:
