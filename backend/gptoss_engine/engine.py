@@ -434,8 +434,11 @@ class EngineLoop:
                 pass
             if self._is_stopping or self._engine.is_broken:
                 return None
-            for sequence in self._arrivals:
-                self._engine.admit(sequence)
+            try:
+                for sequence in self._arrivals:
+                    self._engine.admit(sequence)
+            except Unavailable:  # A runner's fault may be heard of at any time.
+                return None
             self._arrivals.clear()
             self._stats = self._engine.stats()
             aborts, self._aborts = self._aborts, {}

@@ -620,6 +620,35 @@ def test_a_fault_breaks_an_engine_that_rests_and_ends_what_is_open() -> None:
         closed.clear()
 
 
+def test_a_fault_while_requests_are_admitted_is_what_they_hear(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate = Gate()
+    runner = FakeRunner(on_run=gate)
+    engine = fake_engine(runner)
+    admit = engine.admit
+
+    def admit_late(sequence: Sequence) -> None:
+        if sequence.generation_id == "b":
+            runner.fault = "rank 1 fell off"
+        admit(sequence)
+
+    monkeypatch.setattr(engine, "admit", admit_late)
+    with running(engine) as loop:
+        first = submit(loop, "a", **FOREVER)
+        gate.wait()
+        late = submit(loop, "b")
+        gate.let()
+        for client in (first, late):
+            final = client.final()
+            assert (final.finish_reason, final.error) == (
+                "error",
+                "the engine failed: rank 1 fell off",
+            )
+            assert not client.has_more
+    assert engine.stats().num_running == 0
+
+
 def test_a_loop_closes_its_runner_behind_the_last_step() -> None:
     events: list[str] = []
     runner = FakeRunner(

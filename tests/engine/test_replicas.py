@@ -134,6 +134,7 @@ def test_drain_waits_for_all() -> None:
     with running() as engine:
         clients = [submit(engine, name, max_tokens=200, ignore_eos=True) for name in "ab"]
         assert engine.drain(SECONDS)
+        assert not engine._open
         assert [client.final().finish_reason for client in clients] == ["length", "length"]
         with pytest.raises(Unavailable, match="draining"):
             submit(engine, "late")
