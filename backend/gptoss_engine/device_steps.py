@@ -386,14 +386,16 @@ class DeviceSteps:
         """Load all kernels, capture the graphs, and fill PyTorch's pool for all other steps.
 
         Writes to the cache, whose pages are nobody's yet. is_trial: for what that takes of memory,
-        so of the graphs only the largest, in whose memory the others lie.
+        so of the graphs only the largest of each kind, in whose memory the others lie.
         """
         config = self._config
         self._graphs = graphs = None
         self._graph_inputs.clear()  # so that each size is sent what it reads before it is run
         if self._capture is not None:
             started = time.monotonic()
-            shapes = (max(self._shapes),) if is_trial else self._shapes
+            shapes = self._shapes
+            if is_trial:  # A prefill has more rows than few seats have, but not their logits.
+                shapes = tuple({shape.is_decode: shape for shape in sorted(shapes)}.values())
             graphs = StepGraphs(self._graph_step, shapes, self._capture)
             log.info(
                 "captured %d CUDA graphs, of decodes up to %d rows, in %.1f s",
