@@ -156,7 +156,7 @@ def rank_agrees(inputs: Inputs, experts: range, together: bool, change: Change =
     """With its own experts alone, of a token without any, too, which no rank has."""
     device = str(inputs[0].device)
     out = poisoned(len(inputs[0]), inputs[0].shape[1], 4, device)
-    with emulated(change=change) if device == "cpu" else nullcontext():
+    with emulated(change=change, late=inputs[:1]) if device == "cpu" else nullcontext():
         norm_route(*inputs[:2], EPS, *inputs[2:], 4, out=out, experts=experts, together=together)
     expected = reference.norm_route(*inputs[:2], EPS, *inputs[2:], 4, experts=experts)
     # NaN equal nothing.
@@ -188,6 +188,17 @@ def test_another_ranks_expert_taken_for_ones_own_is_seen(old: str, new: str) -> 
     inputs = tying_inputs(21, 336, 32, "cpu")
     inputs[0][4, 3] = math.nan
     assert not all(rank_agrees(inputs, own, True, replacing(old, new)) for own in RANKS)
+
+
+def test_tokens_that_are_read_before_the_kernel_before_has_ended_are_seen() -> None:
+    wait, load = "    wait_for_previous_kernels();\n", "tokens.load(arguments, first, place);\n"
+
+    def change(text: str) -> str:
+        return text.replace(wait, "").replace(load, load + wait)
+
+    inputs = tying_inputs(3, 336, 32, "cpu")
+    assert rank_agrees(inputs, RANKS[0], True)
+    assert not all(rank_agrees(inputs, experts, True, change) for experts in RANKS)
 
 
 # ---- on a GPU ----------------------------------------------------------------------------------

@@ -529,8 +529,8 @@ __device__ __forceinline__ void cluster_has_begun() {
 //   and nothing that this one writes.
 // - rms_norm_fp8, quantise, rope_and_cache_write, dispatch_place and dispatch_move allow first:
 //   what follows them has weights to fetch, or tables to read, while they wait. Beside them the
-//   kernel before may still run, and none before that. So what follows them reads, before its
-//   wait, only what is older than both.
+//   kernel before may still run, and none before that but dispatch_count, behind dispatch_move. So
+//   what follows them reads, before its wait, only what is older than all of these.
 // - Nothing is written to global memory before the wait.
 // - What is read before the wait is read past L1, which until then may be older than what a kernel
 //   before the previous one wrote. Weights, their scales and biases, which no kernel writes while a

@@ -288,6 +288,7 @@ __device__ __forceinline__ void begin_slot(Row& own, const Known& known, long lo
 
 extern "C" __global__ void __launch_bounds__(BOUNDS)
     reduction(const __grid_constant__ Arguments arguments) {
+    static_assert(ROWS == 1);
     __shared__ float shared[2][CHUNKS][32];
     const Place place;
     const Norm norm(arguments, place);
