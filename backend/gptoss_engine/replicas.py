@@ -54,6 +54,9 @@ class Replicas:
     ) -> None:
         self._lock = threading.Lock()  # Guards all below.
         self._open: dict[str, _Generation] = {}
+        # By engine, of those that are open; the tokens are their prompts'.
+        self._num_open: Counter[EngineProcess] = Counter()
+        self._num_tokens: Counter[EngineProcess] = Counter()
         self._failure = ""
         start = partial(EngineProcess, replace(config, dp=1), delivering, loader=loader)
         with ThreadPoolExecutor(config.dp) as threads:
@@ -96,8 +99,14 @@ class Replicas:
             engine = min(self._engines, key=self._load)
             generation = _Generation(request.generation_id, engine, len(request.token_ids))
             self._open[request.generation_id] = generation
+            self._num_open[engine] += 1
+            self._num_tokens[engine] += generation.num_tokens
         answer = engine.admission(request, partial(self._hear, generation, on_chunk))
         answer.add_done_callback(partial(self._admitted, generation))
+        with self._lock:
+            failure = self._failure
+        if failure:  # Who found it may have told the engine before it knew of this one.
+            engine.abort(request.generation_id, failure, "error")
         return answer
 
     def abort(self, generation_id: str, error: str = "", reason: FinishReason = "abort") -> None:
@@ -121,8 +130,7 @@ class Replicas:
 
     def _load(self, engine: EngineProcess) -> tuple[int, int]:
         """Its open generations, and the tokens of their prompts."""
-        own = [each.num_tokens for each in self._open.values() if each.engine is engine]
-        return len(own), sum(own)
+        return self._num_open[engine], self._num_tokens[engine]
 
     def _hear(
         self, generation: _Generation, on_chunk: Callable[[TokenChunk], None], chunk: TokenChunk
@@ -144,6 +152,8 @@ class Replicas:
         with self._lock:
             if self._open.get(generation.generation_id) is generation:
                 del self._open[generation.generation_id]
+                self._num_open[generation.engine] -= 1
+                self._num_tokens[generation.engine] -= generation.num_tokens
 
     def _look(self) -> str:
         """Why they are broken, if they are; what the others have open is then ended once."""
