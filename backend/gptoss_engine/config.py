@@ -9,6 +9,7 @@ import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -62,8 +63,8 @@ class EngineConfig:
     overlap: "on" schedules each step while the one before runs, "off" when it has run; the tokens
         are the same. "auto" is on on a GPU.
     cuda_graphs: "on" captures steps of decodes, and of a short prompt alone, as CUDA graphs at the
-        start, which needs gemm and attention "cuda" and FP8 weights; "auto" does so wherever it
-        can.
+        start, which needs gemm and attention "cuda", FP8 weights and, where tp is more than 1,
+        reduction "cuda"; "auto" does so wherever it can.
     max_waiting_requests, max_waiting_tokens: admission limits; beyond them UNAVAILABLE. A request
         that finds a free place among max_num_seqs is not waiting.
     default_max_tokens: the answer's limit when a request names none; 0 is what the context leaves.
@@ -167,7 +168,9 @@ def gpu_names() -> list[str]:
     found = [*_DEVICES.glob("nvidia[0-9]*")]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if found and visible is not None:
-        return visible.split(",") if visible else []
+        names = (name.strip() for name in visible.split(","))
+        # The first that is none ends the list, as it does for the driver.
+        return [*takewhile(lambda name: name not in ("", "-1"), names)]
     return [str(index) for index in range(len(found))]
 
 

@@ -87,6 +87,7 @@ def test_what_cannot_work_is_refused_in_words(values: dict[str, object], sentenc
         ("nvidia0", None, {}, (512, 8192)),
         ("nvidia0", "0", {"device": "cuda"}, (512, 8192)),
         ("nvidia0", "", {}, (64, 2048)),
+        ("nvidia0", "-1", {}, (64, 2048)),
         ("nvidia0", None, {"device": "cpu"}, (64, 2048)),
         ("nvidiactl", None, {}, (64, 2048)),
         ("nvidia3", None, {"max_num_batched_tokens": 100}, (100, 100)),

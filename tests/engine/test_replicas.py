@@ -1,5 +1,7 @@
 """Engines beside each other: who gets a request, what they say together, and how they end."""
 
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,6 +38,7 @@ def running(loader: str = "load") -> Iterator[Replicas]:
     finally:
         engine.stop()
         assert engine._open == {}
+        assert {*map(engine._load, engine._engines)} == {(0, 0)}
         assert not any(map(_is_alive, pids))
 
 
@@ -153,6 +156,29 @@ def test_one_that_dies_ends_all() -> None:
             submit(engine, "late")
 
 
+def test_a_request_that_comes_while_one_dies_ends_with_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is known to be open, but not yet to its engine, when that is told to end what is open."""
+    with running() as engine:
+        sound, dying = engine._engines
+        admission = sound.admission
+
+        def late(*arguments: Any) -> Any:
+            os.kill(dying.pid, signal.SIGKILL)
+            _eventually(lambda: engine.is_broken)
+            return admission(*arguments)
+
+        monkeypatch.setattr(sound, "admission", late)
+        client = submit(engine, "a", **FOREVER)
+        final = client.final()
+        assert (final.finish_reason, final.error) == (
+            "error",
+            "the engine failed: replica 1 of 2 is broken",
+        )
+        assert not client.has_more
+
+
 def test_one_that_cannot_be_loaded_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
     with pytest.raises(InvalidConfig, match="num_pages must be at least 7, got 0"):
@@ -173,6 +199,8 @@ def test_each_has_gpus_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3,1")
     pairs = [{"CUDA_VISIBLE_DEVICES": "7,5"}, {"CUDA_VISIBLE_DEVICES": "3,1"}]
     assert [*environments(of)] == pairs
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7, 5,3,-1,1")
+    assert [*environments(replace(of, dp=1))] == pairs[:1]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2,3")
     with pytest.raises(InvalidConfig) as refused:
         list(environments(of))
