@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -205,6 +205,7 @@ def _check_layout(config: EngineConfig) -> None:
     mode = choose_weight_mode(config, source)
     dtype = choose_dtype(config, device)
     check_ranks(source, mode, dtype, config.lm_head, config.tp, config.ep)
+    choose_graphs(config, device, dtype, mode)
     if device.type == "cuda":
         check_gpus(config, choose_reduction(config, device, dtype))
 
@@ -361,20 +362,28 @@ def choose_attention(
 def choose_graphs(
     config: EngineConfig, device: torch.device, dtype: torch.dtype, mode: WeightMode
 ) -> bool:
-    """Whether steps of decodes are captured. auto: where all of their operators can be.
+    """Whether steps are captured. auto: where all of their operators can be.
 
     InvalidConfig if they are to be and cannot: the reference and libraries ask the device for
-    lengths.
+    lengths, and NCCL's sums have run in no graph.
     """
-    gemm = choose_gemm(config, device, dtype)
-    attention = choose_attention(config, device, dtype)
-    is_possible = gemm == attention == "cuda" and mode == "fp8"
-    if config.cuda_graphs == "on" and not is_possible:
-        raise InvalidConfig(
-            "cuda_graphs on needs gemm cuda, attention cuda and weights fp8, got gemm "
-            f"{gemm}, attention {attention} and weights {mode}"
-        )
-    return config.cuda_graphs != "off" and is_possible
+    needed = {"gemm": "cuda", "attention": "cuda", "weights": "fp8"}
+    found = {
+        "gemm": choose_gemm(config, device, dtype),
+        "attention": choose_attention(config, device, dtype),
+        "weights": mode,
+    }
+    if config.tp > 1:
+        needed["reduction"] = "cuda"
+        found["reduction"] = choose_reduction(config, device, dtype)
+    if config.cuda_graphs == "on" and found != needed:
+        raise InvalidConfig(f"cuda_graphs on needs {_listed(needed)}, got {_listed(found)}")
+    return config.cuda_graphs != "off" and found == needed
+
+
+def _listed(values: Mapping[str, str]) -> str:
+    *names, last = (f"{name} {value}" for name, value in values.items())
+    return f"{', '.join(names)} and {last}"
 
 
 def choose_cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:

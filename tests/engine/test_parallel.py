@@ -427,6 +427,11 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         ({"tp": 3}, "tp (3) must divide num_heads (16)"),
         ({"tp": 16}, "tp (16) must divide num_kv_heads (8)"),
         ({"tp": 4, "dp": 2}, "dp must be 1 where one engine is asked for, got 2"),
+        (
+            {"tp": 2, "cuda_graphs": "on"},
+            "cuda_graphs on needs gemm cuda, attention cuda, weights fp8 and reduction cuda, got "
+            "gemm reference, attention reference, weights bf16 and reduction reference",
+        ),
     ],
 )
 def test_what_does_not_divide_is_refused_before_anything_is_started(

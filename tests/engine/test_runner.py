@@ -522,6 +522,9 @@ def test_attention_is_ours_on_hopper_where_it_takes_the_heads(
         ({}, "bf16", False),
         ({"gemm": "triton"}, "fp8", False),
         ({"attention": "flashinfer"}, "fp8", False),
+        ({"tp": "2"}, "fp8", True),
+        ({"tp": "2", "reduction": "reference"}, "fp8", False),
+        ({"reduction": "reference"}, "fp8", True),
     ],
 )
 def test_decodes_are_captured_where_all_operators_can_be(
@@ -530,6 +533,17 @@ def test_decodes_are_captured_where_all_operators_can_be(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     where = (torch.device("cuda"), torch.bfloat16)
     assert choose_graphs(EngineConfig.from_mapping(settings), *where, mode) == has_graphs
+
+
+def test_sums_of_a_library_are_in_no_graph(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    config = EngineConfig(tp=2, reduction="reference", cuda_graphs="on")
+    with pytest.raises(InvalidConfig) as refused:
+        choose_graphs(config, torch.device("cuda"), torch.bfloat16, "fp8")
+    assert str(refused.value) == (
+        "cuda_graphs on needs gemm cuda, attention cuda, weights fp8 and reduction cuda, got gemm "
+        "cuda, attention cuda, weights fp8 and reduction reference"
+    )
 
 
 def test_graphs_that_cannot_be_captured_are_refused_before_weights_are_loaded(
