@@ -47,7 +47,7 @@ _WARM_UP_SECONDS = 600.0  # of which the compiler's kernels may take most
 _END_SECONDS = 1.0  # for a process whose socket is closed
 _CASCADE_SECONDS = 0.05  # for ranks that end because another one did
 _CLOSE_SECONDS = 5.0  # for one that was told to end
-_LAST_WORDS_SECONDS = 10.0  # for whoever waits for a step of which nothing will come
+_LAST_WORDS_SECONDS = 10.0  # for the engine to be closed: it may wait for a step for ever
 _POLL_SECONDS = 20e-6
 
 _ENVIRONMENT = {HIDDEN: "1"}  # Rank 0 shows how far all are.
@@ -350,7 +350,9 @@ class Ranks(Peers):
         for other in self._others:
             other.process.kill()
         if not self._closed.wait(_LAST_WORDS_SECONDS) and not self._is_closing:
-            log.critical("rank 0 waits for a step that will not end: its process ends")
+            seconds = f"{_LAST_WORDS_SECONDS:g} s"
+            log.critical("rank 0 was not closed within %s of that: its process ends", seconds)
+            self._home.cleanup()
             os._exit(1)
 
 

@@ -321,6 +321,34 @@ def test_a_rank_ends_with_rank_0(folder: Path):
     assert not home.exists()
 
 
+_STUCK_LEADER = """
+import logging, os, signal, sys, threading
+from pathlib import Path
+from gptoss_engine import parallel
+from gptoss_engine.runner import load_runner
+from tests.engine.test_parallel import config
+logging.basicConfig(format="%(message)s")
+parallel._LAST_WORDS_SECONDS = 0.1
+runner = load_runner(config(Path(sys.argv[1]), tp=2))
+print(runner._ranks._home.name, flush=True)
+os.kill(runner._ranks._others[0].process.pid, signal.SIGKILL)
+threading.Event().wait()
+"""
+
+
+def test_rank_0_that_waits_for_ever_ends_when_another_one_is_dead(folder: Path):
+    """As in a kernel's launch, of which no Python hears."""
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", _STUCK_LEADER, str(folder)]
+    ended = subprocess.run(command, capture_output=True, cwd=root, text=True, timeout=SECONDS)
+    assert ended.returncode == 1
+    assert not Path(ended.stdout.strip()).exists()
+    assert ended.stderr.splitlines()[-2:] == [
+        "rank 1 was killed by signal 9 (Killed)",
+        "rank 0 was not closed within 0.1 s of that: its process ends",
+    ]
+
+
 def is_running(pid: int) -> bool:
     """A zombie is not: who inherits it has to bury it."""
     try:
