@@ -331,6 +331,9 @@ def test_combine_is_the_reference(tokens: int, top: int, columns: int) -> None:
         assert bool(combine(outputs, rows, weights)[-1].isnan().all())
         weights[-1, 0] = 0
         assert not bool(combine(outputs, rows, weights).isnan().any())
+        rows[-1, 0], outputs[0] = 0, torch.nan
+        weights[rows == 0] = 0
+        assert not bool(combine(outputs, rows, weights).isnan().any())
 
 
 # --- linear_fp8, grouped_linear_fp8 ---

@@ -78,7 +78,7 @@ def _combine_token(
     for k in tl.static_range(CHOSEN):
         row = tl.load(rows + token * CHOSEN + k)
         weight = tl.load(chosen_weights + token * CHOSEN + k).to(tl.float32)
-        readable = inside & (row >= 0) & (row < num_rows) & (weight != 0)
+        readable = inside & (row >= 0) & (row < num_rows)
         part = tl.load(
             outputs + row.to(tl.int64) * outputs_pitch + columns, mask=readable, other=float("nan")
         )

@@ -66,6 +66,7 @@ def test_kernels_count_and_overlap_does_not_count_twice() -> None:
         ("dispatch_count", "dispatch"),
         ("choose_experts", "router"),
         ("rms_norm_fp8", "norms"),
+        ("reduction", "sums of ranks"),
         ("linear_fp8", "qkv and output"),
         ("linear", "products in bf16"),
         ("rope_and_cache_write", "RoPE and cache write"),

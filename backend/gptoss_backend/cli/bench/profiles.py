@@ -28,6 +28,7 @@ _OPERATORS = tuple(
         (r"rope", "RoPE and cache write"),
         (r"grouped|experts_fp8", "experts"),
         (r"dispatch", "dispatch"),
+        (r"reduction", "sums of ranks"),
         (r"combine", "combine"),
         (r"route|choose_experts", "router"),
         (r"rms_norm", "norms"),
