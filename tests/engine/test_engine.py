@@ -756,7 +756,9 @@ def test_an_admission_tells_what_submit_would_raise(make_engine: MakeEngine) -> 
         assert client.final().finish_reason == "length"
 
 
-def test_a_loop_delivers_once_a_step(make_engine: MakeEngine) -> None:
+def test_a_loop_delivers_once_a_step(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine, entered = make_engine(), []
     step, num_steps = engine.step, []
 
@@ -769,7 +771,7 @@ def test_a_loop_delivers_once_a_step(make_engine: MakeEngine) -> None:
         entered.append(1)
         yield
 
-    engine.step = counted  # type: ignore[method-assign]
+    monkeypatch.setattr(engine, "step", counted)
     loop, client = EngineLoop(engine, delivering), Client()
     loop.submit(request("a", max_tokens=3, ignore_eos=True), client)
     client.final()

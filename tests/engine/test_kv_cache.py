@@ -30,14 +30,12 @@ def test_derived_counts_serve_all_sequences_and_no_more():
     assert PageCounts.derive(short, MODEL, torch.float32) == PageCounts(full=4, window=4)
 
 
-@pytest.mark.parametrize("is_asynchronous", [False, True])
-@pytest.mark.parametrize(("page_size", "sliding_window"), [(4, 4), (4, 7), (1, 4), (8, 4)])
-def test_derived_window_pages_never_run_short(
-    page_size: int, sliding_window: int, is_asynchronous: bool
-):
-    """All sequences in step with each other, so that all windows cross a page's border at once."""
+def engine_of_32_seats(
+    page_size: int, sliding_window: int, is_asynchronous: bool, *, max_tokens: int
+) -> tuple[Engine, FakeRunner]:
+    """With window pages as they are derived for steps of max_tokens."""
     config = EngineConfig(
-        page_size=page_size, max_num_seqs=32, max_num_batched_tokens=32, max_model_len=64
+        page_size=page_size, max_num_seqs=32, max_num_batched_tokens=max_tokens, max_model_len=64
     )
     model = model_config(sliding_window=sliding_window, max_model_len=64)
     runner = FakeRunner(
@@ -47,7 +45,16 @@ def test_derived_window_pages_never_run_short(
         sliding_window=sliding_window,
         is_asynchronous=is_asynchronous,
     )
-    engine = Engine(config, runner)
+    return Engine(config, runner), runner
+
+
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+@pytest.mark.parametrize(("page_size", "sliding_window"), [(4, 4), (4, 7), (1, 4), (8, 4)])
+def test_derived_window_pages_never_run_short(
+    page_size: int, sliding_window: int, is_asynchronous: bool
+):
+    """All sequences in step with each other, so that all windows cross a page's border at once."""
+    engine, _ = engine_of_32_seats(page_size, sliding_window, is_asynchronous, max_tokens=32)
     for index in range(32):
         engine.add(request(str(index), (1,), max_tokens=40, ignore_eos=True))
     for index in range(32, 48):
@@ -64,18 +71,7 @@ def test_derived_window_pages_keep_nobody_from_a_seat(
     page_size: int, sliding_window: int, is_asynchronous: bool
 ):
     """While anyone waits, all seats are taken, wherever the others' windows lie."""
-    config = EngineConfig(
-        page_size=page_size, max_num_seqs=32, max_num_batched_tokens=64, max_model_len=64
-    )
-    model = model_config(sliding_window=sliding_window, max_model_len=64)
-    runner = FakeRunner(
-        page_size=page_size,
-        num_pages=32 * 64 // page_size,
-        num_window_pages=window_pages(config, model),
-        sliding_window=sliding_window,
-        is_asynchronous=is_asynchronous,
-    )
-    engine = Engine(config, runner)
+    engine, runner = engine_of_32_seats(page_size, sliding_window, is_asynchronous, max_tokens=64)
     for index in range(72):
         prompt = (1,) * (index % 9 + 2 * sliding_window)
         engine.add(request(str(index), prompt, max_tokens=30 - index % 5, ignore_eos=True))
@@ -84,7 +80,7 @@ def test_derived_window_pages_keep_nobody_from_a_seat(
     def launched(step: ScheduledStep) -> None:
         nonlocal num_full
         # Where the budget is spent on prompts nobody can begin.
-        is_spent = sum(item.num_slots for item in step.items) == config.max_num_batched_tokens
+        is_spent = sum(item.num_slots for item in step.items) == 64
         scheduler = engine.scheduler
         assert is_spent or not scheduler.waiting or len(scheduler.running) == 32
         num_full += len(scheduler.running) == 32

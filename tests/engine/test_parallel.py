@@ -174,13 +174,18 @@ def expected(folder: Path) -> dict[str, tuple[list[int], list[float]]]:
     return answers(Engine(settings, load_runner(settings)))
 
 
+def ranks_of(engine: Engine) -> parallel.Ranks:
+    assert isinstance(engine.runner, runner.Runner)
+    assert engine.runner._ranks is not None
+    return engine.runner._ranks
+
+
 def pids_of(engine: Engine) -> list[int]:
-    ranks = engine.runner._ranks  # type: ignore[attr-defined]
-    return [other.process.pid for other in ranks._others]
+    return [other.process.pid for other in ranks_of(engine)._others]
 
 
 def home_of(engine: Engine) -> Path:
-    return Path(engine.runner._ranks._home.name)  # type: ignore[attr-defined]
+    return Path(ranks_of(engine)._home.name)
 
 
 def is_gone(pid: int) -> bool:

@@ -16,11 +16,11 @@ from torch import Tensor
 from gptoss_kernels import contracts
 from gptoss_kernels.cuda import runtime
 from gptoss_kernels.cuda.runtime import launch
+from gptoss_kernels.cuda.streaming_tile import StreamingTile
 
 MAXIMUM_ROWS = 32
 _UNIT = 8  # rows of x, and of the weight
 _CHUNK = 32  # of K, for each of a warp's steps
-_MAXIMUM_STAGES = 8
 
 
 def linear(
@@ -54,62 +54,18 @@ def linear(
 
 
 @dataclass(frozen=True)
-class RowsTile:
-    """What linear.cu is compiled for: K, and the most rows of x."""
+class RowsTile(StreamingTile):
+    """What linear.cu is compiled for."""
 
-    k: int
-    tokens: int = 8
+    kernel = "linear"
+    rows = _UNIT
+    value_bytes = 2
 
     @property
     def warps(self) -> int:
-        """Fewer of more rows of x, all of which lie in their registers."""
+        """Fewer of more rows of x."""
         chunks = -(-self.k // _CHUNK)
         return -(-chunks // -(-chunks // (16 if self.tokens <= 16 else 8)))
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.warps
-
-    @property
-    def stages(self) -> int:
-        """Slots, each for a tile of the weight, with a barrier."""
-        free = runtime.MAXIMUM_SHARED_BYTES - self._partial_bytes
-        return min(_MAXIMUM_STAGES, free // self._slot_bytes)
-
-    @property
-    def shared_bytes(self) -> int:
-        return self._partial_bytes + self.stages * self._slot_bytes
-
-    @property
-    def _slot_bytes(self) -> int:
-        return _UNIT * 2 * self.k + 8
-
-    @property
-    def _partial_bytes(self) -> int:
-        """What each warp leaves of two tiles, in fp32."""
-        return 2 * self.warps * _UNIT * self.tokens * 4
-
-    @property
-    def is_possible(self) -> bool:
-        """Two slots at least: one is filled while another is multiplied."""
-        return self.k % _UNIT == 0 and self.stages > 1
-
-    @property
-    def spec(self) -> runtime.KernelSpec:
-        defines = {
-            "K": self.k,
-            "TOKENS": self.tokens,
-            "WARPS": self.warps,
-            "STAGES": self.stages,
-            "SHARED_BYTES": self.shared_bytes,
-        }
-        return runtime.KernelSpec(
-            "linear",
-            files=("mma.cuh", "linear.cu"),
-            defines=tuple(defines.items()),
-            shared_bytes=self.shared_bytes,
-            variant=runtime.variant_of(self, f"K={self.k}", "k"),
-        )
 
 
 def choose_tile(m: int, n: int, k: int) -> RowsTile | None:

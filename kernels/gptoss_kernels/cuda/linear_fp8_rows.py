@@ -12,24 +12,25 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gptoss_kernels.cuda import runtime
+from gptoss_kernels.cuda.streaming_tile import StreamingTile
 
 MAXIMUM_ROWS = 16
 _ROWS = 16  # of the weight, a tile
 _CHUNK = 64  # of K, for each of a warp's steps
 _MAXIMUM_WARPS = 16
 _MAXIMUM_CHUNKS = 4  # of x in the registers of a warp
-_MAXIMUM_STAGES = 8
 # Of the weight, for each block. With fewer, blocks of few rows' tiles that share a multiprocessor
 # have a weight under way while others multiply, and end more evenly.
 MANY_ROWS = 256
 
 
 @dataclass(frozen=True)
-class ManyRowsTile:
-    """What linear_fp8_rows.cu is compiled for: K, and the most rows of x."""
+class ManyRowsTile(StreamingTile):
+    """What linear_fp8_rows.cu is compiled for."""
 
-    k: int
-    tokens: int = 8
+    kernel = "linear_fp8_rows"
+    rows = _ROWS
+    value_bytes = 1
 
     @property
     def warps(self) -> int:
@@ -37,50 +38,9 @@ class ManyRowsTile:
         return -(-chunks // -(-chunks // _MAXIMUM_WARPS))
 
     @property
-    def threads(self) -> int:
-        return 32 * self.warps
-
-    @property
-    def stages(self) -> int:
-        """Slots, each for a tile of the weight, with a barrier."""
-        free = runtime.MAXIMUM_SHARED_BYTES - self._partial_bytes
-        return min(_MAXIMUM_STAGES, free // self._slot_bytes)
-
-    @property
-    def shared_bytes(self) -> int:
-        return self._partial_bytes + self.stages * self._slot_bytes
-
-    @property
-    def _slot_bytes(self) -> int:
-        return _ROWS * self.k + 8
-
-    @property
-    def _partial_bytes(self) -> int:
-        """What each warp leaves of two tiles, in fp32."""
-        return 2 * self.warps * _ROWS * self.tokens * 4
-
-    @property
     def is_possible(self) -> bool:
-        """Two slots at least: one is filled while another is multiplied."""
         is_short = self.k <= _MAXIMUM_WARPS * _MAXIMUM_CHUNKS * _CHUNK
-        return self.k % 16 == 0 and is_short and self.stages > 1
-
-    @property
-    def spec(self) -> runtime.KernelSpec:
-        defines = {
-            "K": self.k,
-            "TOKENS": self.tokens,
-            "WARPS": self.warps,
-            "STAGES": self.stages,
-            "SHARED_BYTES": self.shared_bytes,
-        }
-        return runtime.KernelSpec(
-            "linear_fp8_rows",
-            files=("mma.cuh", "linear_fp8_rows.cu"),
-            defines=tuple(defines.items()),
-            shared_bytes=self.shared_bytes,
-            variant=runtime.variant_of(self, f"K={self.k}", "k"),
-        )
+        return is_short and super().is_possible
 
 
 def choose_many_rows_tile(m: int, n: int, k: int, num_blocks: int) -> ManyRowsTile | None:
