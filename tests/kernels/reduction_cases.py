@@ -288,11 +288,16 @@ def _run_steps(
         reduce(reduction, form, hidden, step.updates[rank], weight, step.out[rank])
 
 
+# To free pinned memory is fatal to a process whose context a kernel has ended.
+_kept: list[Reduction] = []
+
+
 def dead_peer(device: torch.device) -> str:
     """The last rank does not come: what the others say of it."""
     group = torch.distributed.group.WORLD
     assert group is not None
     reduction = Reduction.of_group(group, device, columns=2880, max_tokens=64, limit=0.5)
+    _kept.append(reduction)
     hidden = torch.ones(4, 2880, dtype=torch.bfloat16, device=device)
     torch.cuda.synchronize()
     torch.distributed.barrier()
