@@ -1,17 +1,21 @@
 """`gptoss bench prefill` on a CPU, small: real prompts through a real engine."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 
 from ..conftest import Run
 
+NO_PAUSE = ("--pause", "0")
+
 
 def test_every_cell_is_a_line(gptoss: Run, tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     done = gptoss(
         *("bench", "prefill", "--lengths", "40,8", "--batches", "2,1", "--repeats", "2"),
+        *("--pause", "0.001"),
         *("--output", path, "--gpu-price", "7.2", "--max-num-batched-tokens", "32"),
         *("--max-num-seqs", "8", "--profile", tmp_path / "traces"),
     )
@@ -29,6 +33,7 @@ def test_every_cell_is_a_line(gptoss: Run, tmp_path: Path) -> None:
         assert line["tokens"] == line["batch"] * line["context"]
         low, high = line["spread_ms"]
         assert 0 < low <= line["ms"] <= high
+        assert line["pause_s"] == 0.001
         assert line["tokens_per_s"] == pytest.approx(1e3 * line["tokens"] / line["ms"], rel=1e-3)
         # $7.2 an hour are 2 microdollars a millisecond.
         assert line["dollars_per_million"] == pytest.approx(
@@ -43,6 +48,7 @@ def test_every_cell_is_a_line(gptoss: Run, tmp_path: Path) -> None:
 def test_what_does_not_fit_says_so(gptoss: Run) -> None:
     done = gptoss(
         *("bench", "prefill", "--lengths", "8,100,200", "--batches", "1,3,9", "--repeats", "1"),
+        *NO_PAUSE,
         *("--num-pages", "41", "--page-size", "8", "--max-model-len", "128", "--max-num-seqs", "4"),
     )
     assert done.code == 0, done.err
@@ -58,6 +64,7 @@ def test_what_does_not_fit_says_so(gptoss: Run) -> None:
 def test_pages_are_counted(gptoss: Run) -> None:
     done = gptoss(
         *("bench", "prefill", "--lengths", "100", "--batches", "3", "--repeats", "1"),
+        *NO_PAUSE,
         *("--num-pages", "38", "--page-size", "8"),
     )
     assert done.code == 0, done.err
@@ -68,6 +75,14 @@ def test_pages_are_counted(gptoss: Run) -> None:
     assert "328 tokens of KV, 304 there" in done.out.partition("{")[0]
 
 
+def test_the_device_rests_before_each_run(gptoss: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    done = gptoss("bench", "prefill", "--lengths", "8", "--repeats", "2", "--pause", "7.5")
+    assert done.code == 0, done.err
+    assert pauses.count(7.5) == 3  # the run before those that count, too
+
+
 def test_a_budget_leaves_out_what_comes_later(gptoss: Run) -> None:
     done = gptoss("bench", "prefill", "--lengths", "8", "--budget", "1e-9", "--repeats", "1")
     assert done.code == 0, done.err
@@ -76,7 +91,7 @@ def test_a_budget_leaves_out_what_comes_later(gptoss: Run) -> None:
 
 
 def test_published_tables_are_beside(gptoss: Run) -> None:
-    done = gptoss("bench", "prefill", "--lengths", "8", "--repeats", "1", "--published")
+    done = gptoss("bench", "prefill", "--lengths", "8", "--published", *NO_PAUSE)
     assert "published, 120b" in done.out
     assert "published, 20b" in done.out
 

@@ -173,6 +173,14 @@ def test_markdown_for_documents() -> None:
     assert markdown(LINES) == MARKDOWN
 
 
+def test_prefills_without_a_pause_have_a_table_of_their_own() -> None:
+    (rested,) = (each for each in LINES if each["benchmark"] == "prefill")
+    tables = markdown([rested | {"pause_s": 0.5}, rested | {"pause_s": 0, "ms": 105.0}])
+    assert "prefill, one run after another, 120b: " in tables
+    rows = [row for row in tables.splitlines() if row.startswith("| 1 | 8192 |")]
+    assert [row.split(" | ")[2] for row in rows] == ["0.098", "0.105"]
+
+
 def test_files_become_markdown(gptoss: Run, tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_text("".join(json.dumps(each) + "\n" for each in LINES))

@@ -40,6 +40,14 @@ def prefill(
     lengths: Annotated[str, typer.Option(help="Tokens of a prompt.")] = "8192,32768,65536,128000",
     batches: Annotated[str, typer.Option(help="Prompts at once.")] = "1",
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each cell, after one more.")] = 5,
+    pause: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            help="Seconds before each run in which the device rests, as before a prompt that comes "
+            "by itself. 0: one after another, at the clock that its power limit leaves.",
+        ),
+    ] = 0.5,
     published: Annotated[
         bool, typer.Option("--published", help="Print what others published beside it.")
     ] = False,
@@ -72,8 +80,8 @@ def prefill(
                 deadline.say(f"prefill of {batch} x {length}")
                 continue
             reason = misfit(engine, [length + 1] * batch)
-            times = [] if reason else _measure(engine, requests, batch, length, repeats)
-            _add(report, engine, batch, length, times, reason, gpu_price)
+            times = [] if reason else _measure(engine, requests, batch, length, repeats, pause)
+            _add(report, engine, batch, length, times, reason, gpu_price, pause)
             if profile is not None and times:
                 _profile(engine, requests, report, batch, length, times, profile)
     show(report.lines)
@@ -87,13 +95,19 @@ def prefill(
 
 
 def _measure(
-    engine: "Engine", requests: Requests, batch: int, length: int, repeats: int
+    engine: "Engine",
+    requests: Requests,
+    batch: int,
+    length: int,
+    repeats: int,
+    pause: float,
 ) -> list[float]:
     """Seconds of each run, after one that compiles and allocates what this size needs."""
     times: list[float] = []
     for _ in range(1 + repeats):
         prompts = [requests.make(length, max_tokens=1) for _ in range(batch)]
         gc.collect()
+        time.sleep(pause)
         started = time.perf_counter()
         for request in prompts:
             engine.add(request)
@@ -115,8 +129,10 @@ def _add(
     times: list[float],
     reason: str,
     gpu_price: float,
+    pause: float,
 ) -> None:
     figures: dict[str, Any] = {"tokens": batch * length, "batch": batch, "context": length}
+    figures["pause_s"] = pause
     figures["max_num_batched_tokens"] = engine.config.max_num_batched_tokens
     if reason:
         report.add("prefill", **figures, ms=None, left_out=reason)

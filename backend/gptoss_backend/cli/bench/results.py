@@ -19,7 +19,8 @@ from gptoss_engine.config import EngineConfig
 # What makes a cell, of any benchmark.
 _KEY = (
     *("benchmark", "operator", "model", "random_weights", "weights", "kv", "tp", "ep", "dp"),
-    *("tokens", "batch", "context", "requests", "input_len", "output_len", "rate", "device"),
+    *("tokens", "batch", "context", "requests", "input_len", "output_len", "rate", "pause_s"),
+    "device",
 )
 
 
