@@ -66,6 +66,8 @@ def _curves(lines: Iterable[Line], *keys: str) -> dict[str, list[Line]]:
     for line in lines:
         layout = " ".join(f"{name.upper()}{line[name]}" for name in ("ep", "dp", "tp"))
         extra = "".join(f", {_NAMES[key]} {line[key]}" for key in keys if line[key])
+        if line.get("pause_s") == 0:
+            extra += ", one run after another"
         curves[f"{line['weights']}, {line['kv']} KV, {layout}{extra}"].append(line)
     return dict(curves)
 
