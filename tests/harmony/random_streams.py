@@ -316,7 +316,8 @@ def check(loaded: Vocabulary, stream: Stream, chance: random.Random) -> Reading:
         for name, text in texts.items():
             if text != "{}":  # what a call without arguments gets
                 whole = stream.meant.get(name, "")
-                assert whole.startswith(text.rstrip("\ufffd").removesuffix('"}')), (name, whole)
+                begun = text.removesuffix('"}').rstrip("\ufffd")  # a program is closed
+                assert whole.startswith(begun), (name, whole)
     return first
 
 
@@ -347,12 +348,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="the report, else printed")
     arguments = parser.parse_args()
     loaded = vocabulary.load()
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     started, started_cpu = time.monotonic(), time.process_time()
     seen: Counter[str] = Counter()
     for begin in range(0, arguments.streams, 10_000):
         seen += run(loaded, arguments.seed, range(begin, min(begin + 10_000, arguments.streams)))
         print(f"{seen['streams']} streams, {time.monotonic() - started:.0f} s", file=sys.stderr)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     report = {
         "seed": arguments.seed,
         **dict(sorted(seen.items())),
