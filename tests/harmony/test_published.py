@@ -118,7 +118,7 @@ def test_a_question_is_answered_through_its_tool(
         token_ids = loaded.encode_raw(f"{written}<|call|>")
         assert reply(loaded, context, token_ids, size) == expected
 
-    call = {"id": "c", "type": "function"}
+    call: dict[str, Any] = {"id": "c", "type": "function"}
     call["function"] = {"name": tool["name"], "arguments": arguments}
     messages += [
         {
