@@ -90,7 +90,10 @@ class _Text:
         return self._bytes.decode(errors="surrogateescape")
 
     def pieces(self, text: str | None = None) -> Pieces:
-        """The text of its tokens, or of those that have a part in `text`, with which it ends."""
+        """The text of its tokens, or of those that have a part in `text`, with which it ends.
+
+        The prompt's tokens, whose numbers are below 0, are no part of the answer.
+        """
         end = len(self._bytes)
         start = 0 if text is None else end - len(text.encode(errors="surrogateescape"))
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -101,7 +104,7 @@ class _Text:
                 piece = decoder.decode(bytes(self._bytes[start:token_end]), place == last)
                 pieces.append((piece, token))
                 start = token_end
-        return pieces
+        return [(piece, token) for piece, token in pieces if token >= 0]
 
 
 @dataclass(slots=True)
@@ -348,7 +351,6 @@ class HarmonyStream:
             self._write_pieces("reasoning", address.prose)
         self._stray = _Text()
         self._message_number += 1
-        self._decoder.reset()
         tool = self._tool(address.recipient)
         if address.is_foreign:
             self.repairs["foreign_role"] += 1
@@ -458,11 +460,11 @@ class HarmonyStream:
             self._write_pieces(channel, pieces)
 
     def _write_pieces(self, channel: Channel, pieces: Pieces) -> None:
-        tokens = [token for _, token in pieces if token >= 0]
+        tokens = [token for _, token in pieces]
         self.num_tokens[channel] += len(tokens)
         if channel == "content" and self._is_content_checked:
             for text, token in pieces:
-                self._write(channel, text, [token] if token >= 0 else [])
+                self._write(channel, text, [token])
         else:
             self._write(channel, "".join(text for text, _ in pieces), tokens)
 

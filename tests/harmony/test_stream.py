@@ -141,6 +141,12 @@ TABLE: list[tuple[str, tuple[Any, ...], FinishReason, Answer]] = [
         "stop",
         Answer("t", "x"),
     ),
+    (
+        "a digit before start, and no answer",
+        ("CH", "analysis", "M", "t", "E", "7", "S", "assistant", "CH", "analysis", "M", "u"),
+        "length",
+        Answer("t\nu"),
+    ),
     ("a channel without a name", ("CH", "M", "text"), "stop", Answer("", "text")),
     ("no channel at all", ("M", "text", "R"), "stop", Answer("", "text")),
     ("an unknown channel", ("CH", "thoughts", "M", "text", "R"), "stop", Answer("", "text")),
@@ -840,6 +846,9 @@ def test_a_stop_words_tokens_are_no_content(
         (("S", *FINAL_X[:-1], "E"), ("S", "assistant", "CH", "final", "M", "y"), ("", "y")),
         (("S", "assistant", *FINAL_X[:-1]), ("E", *NEXT[1:], *FINAL_X), ("", "x")),
         (("Once upon",), (" a time", "R"), ("", " a time")),
+        # A prompt that leaves off in a header that is none.
+        (("S", "Once upon"), (" a time", "R"), ("", " a time")),
+        (("S", "assistant", "CH", "final Once"), (" upon", "R"), ("", " upon")),
     ],
 )
 def test_an_opening_sets_the_state(
@@ -848,6 +857,7 @@ def test_an_opening_sets_the_state(
     opening = opening_of(tokens(loaded, *prompt), loaded)
     answer, stream = read(loaded, parts, opening=opening)
     assert (answer.reasoning, answer.content) == expected
+    assert "".join(content_of(loaded, parts, opening=opening)) == expected[1]
     assert sum(stream.num_tokens.values()) <= len(tokens(loaded, *parts))
 
 
