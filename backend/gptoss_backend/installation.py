@@ -110,8 +110,13 @@ def model_repository() -> Path:
     return packaged if packaged.is_dir() else Path(__file__).parents[2] / "model_repository"
 
 
-def write_model_repository(folder: Path, config: EngineConfig) -> None:
-    """A copy of the model repository with `config` as the models' parameters."""
+def write_model_repository(
+    folder: Path, config: EngineConfig, chat_format: str = "harmony"
+) -> None:
+    """A copy of the model repository with `config` as the models' parameters.
+
+    chat_format: by its entry point's name; the adapters refuse to load an unknown one.
+    """
     shutil.copytree(model_repository(), folder, ignore=shutil.ignore_patterns("__pycache__"))
     values = {
         name: str(value).lower() if isinstance(value, bool) else str(value)
@@ -120,7 +125,7 @@ def write_model_repository(folder: Path, config: EngineConfig) -> None:
     _append_parameters(folder / "gpt_oss_engine", values)
     for name in ("harmony_preprocess", "harmony_postprocess"):
         # They look for the vocabulary in the checkpoint.
-        _append_parameters(folder / name, {"model": values["model"]})
+        _append_parameters(folder / name, {"model": values["model"], "format": chat_format})
 
 
 def _append_parameters(model_folder: Path, values: Mapping[str, str]) -> None:

@@ -120,8 +120,16 @@ class TritonServer:
     stays when the server failed.
     """
 
-    def __init__(self, config: EngineConfig, ports: Ports, log_path: Path | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        ports: Ports,
+        log_path: Path | None = None,
+        *,
+        chat_format: str = "harmony",
+    ) -> None:
         self.config = config
+        self.chat_format = chat_format
         self.ports = ports
         self._folder = Path(tempfile.mkdtemp(prefix=shared_memory_prefix(os.getpid())))
         self.log_path = log_path or self._folder / "tritonserver.log"
@@ -155,7 +163,7 @@ class TritonServer:
         self.ports.check_free()
         installation = find_installation()
         sweep_leftovers()
-        write_model_repository(self._folder / "models", self.config)
+        write_model_repository(self._folder / "models", self.config, self.chat_format)
         with self._open_log() as log:
             self._process = subprocess.Popen(
                 self._command(installation),

@@ -5,12 +5,14 @@ reply at the end. Either way the joined replies are the same.
 """
 
 import json
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from gptoss_harmony.format import HarmonyFormat
+from gptoss_harmony.format import ChatFormat
 from gptoss_harmony.types import ChatDelta, FinishReason
+from gptoss_harmony.vocabulary import FIRST_CONTROL
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,10 @@ class AnswerContext:
         return cls(**json.loads(text))
 
 
+TokenLogprob = tuple[float, Sequence[tuple[int, float]]]
+"""A token's logprob, and the likeliest tokens with theirs."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineResponse:
     """The engine's outputs, parsed. logprobs: (logprob, top) a token, or empty."""
@@ -41,7 +47,7 @@ class EngineResponse:
     generation_id: str
     sequence_number: int
     token_ids: tuple[int, ...]
-    logprobs: tuple[tuple[float, Sequence[tuple[int, float]]], ...]
+    logprobs: tuple[TokenLogprob, ...]
     finish_reason: FinishReason | None
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -80,18 +86,21 @@ class Answer:
     word), its generation is to be aborted: nothing that follows is shown.
     """
 
-    def __init__(self, context: AnswerContext, chat_format: HarmonyFormat) -> None:
+    def __init__(self, context: AnswerContext, chat_format: ChatFormat) -> None:
         self._context = context
         self._token_bytes = chat_format.vocabulary.token_bytes
-        self.harmony = chat_format.stream(context.format)
+        self.stream = chat_format.stream(context.format)
         self._reply = Reply(text_output=context.echo)
         self._cumulative_logprob = 0.0
+        self._num_taken = 0
+        self._undecided: deque[tuple[int, int, TokenLogprob]] = deque()
+        """Of the tokens that may yet become content: number, id, logprobs."""
         self._num_calls = 0
         self._num_reasoning_tokens = 0
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        return self.harmony.finish_reason
+        return self.stream.finish_reason
 
     def push(self, response: EngineResponse, *, is_due: bool = False) -> Reply | None:
         """What to send now, if anything. After the last reply always None.
@@ -101,11 +110,11 @@ class Answer:
         if self.finish_reason is not None:
             return None
         reply = self._reply
-        for delta in self.harmony.push(response.token_ids, response.finish_reason):
+        for delta in self.stream.push(response.token_ids, response.finish_reason):
             self._add(reply, delta)
         self._add_logprobs(reply, response)
-        reply.num_output_tokens += self.harmony.num_taken
-        num_reasoning_tokens = self.harmony.num_tokens["reasoning"]
+        reply.num_output_tokens += self.stream.num_taken
+        num_reasoning_tokens = self.stream.num_tokens["reasoning"]
         reply.num_reasoning_tokens += num_reasoning_tokens - self._num_reasoning_tokens
         self._num_reasoning_tokens = num_reasoning_tokens
         if self.finish_reason is not None:
@@ -139,18 +148,31 @@ class Answer:
             calls.append({**call, "function": function})
 
     def _add_logprobs(self, reply: Reply, response: EngineResponse) -> None:
-        logprobs = response.logprobs[: self.harmony.num_taken]
+        """Entries come with the text of their tokens, however late that is."""
+        logprobs = response.logprobs[: self.stream.num_taken]
         self._cumulative_logprob += sum(logprob for logprob, _ in logprobs)
         reply.cumulative_logprob = self._cumulative_logprob
-        if self._context.return_logprobs and logprobs:
-            for position in self.harmony.content_positions:
-                logprob, top = logprobs[position]
-                entry = self._logprob(response.token_ids[position], logprob)
-                entry["top_logprobs"] = [self._logprob(token_id, each) for token_id, each in top]
+        if not self._context.return_logprobs:
+            return
+        for place, logprob in enumerate(logprobs):
+            self._undecided.append((self._num_taken + place, response.token_ids[place], logprob))
+        self._num_taken += self.stream.num_taken
+        content = set(self.stream.content_tokens)
+        end = max(self.stream.first_undecided, max(content, default=-1) + 1)
+        while self._undecided and self._undecided[0][0] < end:
+            number, token_id, (logprob, top) = self._undecided.popleft()
+            if number in content:
+                entry = self._logprob(token_id, logprob)
+                entry["top_logprobs"] = [self._logprob(each, value) for each, value in top]
                 reply.logprobs.append(entry)
 
     def _logprob(self, token_id: int, logprob: float) -> dict[str, Any]:
-        """As OpenAI's: `bytes` are exact where a token is a part of a character."""
+        """As OpenAI's: `bytes` are exact where a token is a part of a character.
+
+        A control token, which may be among the likeliest, has neither text nor bytes.
+        """
+        if token_id >= FIRST_CONTROL:
+            return {"token": "", "logprob": logprob, "bytes": None}
         text = self._token_bytes[token_id]
         return {
             "token": text.decode("utf-8", "replace"),

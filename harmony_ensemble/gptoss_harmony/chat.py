@@ -5,16 +5,18 @@ out (`ChatRequest.messages`) is normalised, so that rendering needs no checks:
 
 - content is a string (null, absent and lists of text parts are resolved);
 - earlier reasoning stands in `reasoning_content`;
-- `tool_calls` is absent or not empty, each call with an id, a name, and arguments as a string;
+- `tool_calls` is absent or not empty, each call with an id, a name, arguments as a string, and the
+  type "function", or "builtin" for one of gpt-oss's own tools;
 - a tool message's `tool_call_id` names an earlier call, and results stand in their calls' order.
 """
 
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple, get_args
 
+from gptoss_harmony.builtin_tools import CODE_TOOL, FUNCTIONS, function_names
 from gptoss_harmony.tools import check_schema
 from gptoss_harmony.types import (
     ChatRequest,
@@ -60,17 +62,23 @@ def parse_chat(
 
     Raises `InvalidChat`, or `UnsupportedChat` for what OpenAI has and this build has not.
     """
-    checked_tools = parse_tools(tools) if tools else ()
-    if _tool_choice(tool_choice) == "none":
-        checked_tools = ()
+    checked_tools = parse_tools(tools) if tools else Tools()
+    offered = Tools() if _tool_choice(tool_choice) == "none" else checked_tools
     _refuse_response_format(response_format)
     if parallel_tool_calls is False:
         raise UnsupportedChat("parallel_tool_calls false is not supported; leave it out")
     return ChatRequest(
-        messages=parse_messages(messages),
-        tools=checked_tools,
+        # Calls that were made are what they were, whether more are wanted or not.
+        messages=parse_messages(messages, checked_tools.builtins),
+        tools=offered.functions,
+        builtin_tools=offered.builtins,
         reasoning_effort=_effort(reasoning_effort),
     )
+
+
+def parse_text(text: str, **inputs: Any) -> ChatRequest:
+    """The same from the text of one user message."""
+    return parse_chat(messages=user_message(text), **inputs)
 
 
 def user_message(text: str) -> str:
@@ -134,15 +142,20 @@ def _object(path: str, value: object, fields: Sequence[str]) -> dict[str, Any]:
     return value
 
 
-def parse_messages(text: str) -> tuple[dict[str, Any], ...]:
-    """A JSON array of chat messages, checked and normalised."""
+def parse_messages(text: str, builtin_tools: Sequence[str] = ()) -> tuple[dict[str, Any], ...]:
+    """A JSON array of chat messages, checked and normalised.
+
+    builtin_tools: those that the chat offers. A call to `python` is to that one if it is among
+    them; the browser's names can mean nothing else.
+    """
     messages = _json("messages", text)
     if not isinstance(messages, list) or not messages:
         raise InvalidChat(f"messages must be a list of at least one message, got {shown(messages)}")
+    builtin_names = frozenset(function_names(("browser", *builtin_tools)))
     called: dict[str, str] = {}  # the function's name by the call's id
     checked: list[dict[str, Any]] = []
     for number, message in enumerate(messages):
-        checked.append(_message(f"messages[{number}]", message, called))
+        checked.append(_message(f"messages[{number}]", message, called, builtin_names))
         for call in checked[-1].get("tool_calls", ()):
             called[call["id"]] = call["function"]["name"]
     return tuple(_results_in_call_order(checked))
@@ -167,7 +180,9 @@ def _results_in_call_order(messages: Sequence[dict[str, Any]]) -> list[dict[str,
     return ordered
 
 
-def _message(path: str, message: object, called: Mapping[str, str]) -> dict[str, Any]:
+def _message(
+    path: str, message: object, called: Mapping[str, str], builtin_names: Collection[str]
+) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise InvalidChat(f"{path} must be an object, got {shown(message)}")
     role = message.get("role")
@@ -178,9 +193,10 @@ def _message(path: str, message: object, called: Mapping[str, str]) -> dict[str,
     fields = _object(path, message, _FIELDS[role])
     checked: dict[str, Any] = {"role": role}
     if fields.get("name") is not None:
-        checked["name"] = _name(f"{path}.name", fields["name"])
+        known = builtin_names if role == "tool" else ()
+        checked["name"] = _name(f"{path}.name", fields["name"], known)
     if role == "assistant":
-        return checked | _assistant_fields(path, fields)
+        return checked | _assistant_fields(path, fields, builtin_names)
     checked["content"] = _content(f"{path}.content", fields.get("content"))
     if role == "tool":
         call_id = check_text(f"{path}.tool_call_id", fields.get("tool_call_id"))
@@ -197,7 +213,9 @@ def _message(path: str, message: object, called: Mapping[str, str]) -> dict[str,
     return checked
 
 
-def _assistant_fields(path: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _assistant_fields(
+    path: str, fields: Mapping[str, Any], builtin_names: Collection[str]
+) -> dict[str, Any]:
     for field, neutral in _ECHOED.items():
         if fields.get(field) not in (None, neutral):
             raise UnsupportedChat(f"{path}.{field} is not supported; leave it out")
@@ -218,11 +236,13 @@ def _assistant_fields(path: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     if calls is not None and not isinstance(calls, list):
         raise InvalidChat(f"{path}.tool_calls must be a list, got {shown(calls)}")
     if calls:
-        checked["tool_calls"] = _tool_calls(f"{path}.tool_calls", calls)
+        checked["tool_calls"] = _tool_calls(f"{path}.tool_calls", calls, builtin_names)
     return checked
 
 
-def _tool_calls(path: str, calls: Sequence[object]) -> list[dict[str, Any]]:
+def _tool_calls(
+    path: str, calls: Sequence[object], builtin_names: Collection[str]
+) -> list[dict[str, Any]]:
     checked: list[dict[str, Any]] = []
     call_ids: set[str] = set()
     for number, call in enumerate(calls):
@@ -237,12 +257,13 @@ def _tool_calls(path: str, calls: Sequence[object]) -> list[dict[str, Any]]:
         if fields.get("type", "function") != "function":
             raise UnsupportedChat(f"{where}.type must be 'function', got {shown(fields['type'])}")
         function = _object(f"{where}.function", fields.get("function"), ("name", "arguments"))
+        name = _name(f"{where}.function.name", function.get("name"), builtin_names)
         checked.append(
             {
                 "id": call_id,
-                "type": "function",
+                "type": "builtin" if name in builtin_names else "function",
                 "function": {
-                    "name": _name(f"{where}.function.name", function.get("name")),
+                    "name": name,
                     "arguments": _arguments(f"{where}.function.arguments", function),
                 },
             }
@@ -282,26 +303,42 @@ def _content(path: str, content: object) -> str:
     return "".join(texts)
 
 
-def _name(path: str, name: object) -> str:
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+def _name(path: str, name: object, builtin_names: Collection[str] = ()) -> str:
+    if not isinstance(name, str) or not (name in builtin_names or _NAME.fullmatch(name)):
         raise InvalidChat(
             f"{path} must be 1 to 64 of the characters a-z, A-Z, 0-9, _ and -, got {shown(name)}"
         )
     return name
 
 
-def parse_tools(text: str) -> tuple[dict[str, Any], ...]:
-    """A JSON array of function tools, checked."""
+class Tools(NamedTuple):
+    """functions: {"type": "function", "function": {name, …}}. builtins: gpt-oss's own, by name."""
+
+    functions: tuple[dict[str, Any], ...] = ()
+    builtins: tuple[str, ...] = ()
+
+
+def parse_tools(text: str) -> Tools:
+    """A JSON array of tools, checked."""
     tools = _json("tools", text)
     if not isinstance(tools, list):
         raise InvalidChat(f"tools must be a list, got {shown(tools)}")
     checked: list[dict[str, Any]] = []
+    builtins: list[str] = []
     names: set[str] = set()
     size = 0
     for number, tool in enumerate(tools):
         path = f"tools[{number}]"
-        if isinstance(tool, dict) and tool.get("type", "function") != "function":
-            raise UnsupportedChat(f"{path}.type must be 'function', got {shown(tool['type'])}")
+        kind = tool.get("type", "function") if isinstance(tool, dict) else "function"
+        if isinstance(kind, str) and kind in FUNCTIONS:
+            _object(path, tool, ("type",))
+            if kind in builtins:
+                raise InvalidChat(f"{path}.type {shown(kind)} is given twice")
+            builtins.append(kind)
+            continue
+        if kind != "function":
+            known = ", ".join(("function", *FUNCTIONS))
+            raise UnsupportedChat(f"{path}.type must be one of {known}, got {shown(kind)}")
         fields = _object(path, tool, ("type", "function"))
         function = _function(f"{path}.function", fields.get("function"))
         parameters = f"{path}.function.parameters"
@@ -310,7 +347,11 @@ def parse_tools(text: str) -> tuple[dict[str, Any], ...]:
             raise InvalidChat(f"{path}.function.name {shown(function['name'])} is given twice")
         names.add(function["name"])
         checked.append({"type": "function", "function": function})
-    return tuple(checked)
+    if CODE_TOOL in builtins and CODE_TOOL in names:
+        raise InvalidChat(
+            f"tools have a function {CODE_TOOL!r} beside the tool of that name; rename the function"
+        )
+    return Tools(tuple(checked), tuple(builtins))
 
 
 def _function(path: str, function: object) -> dict[str, Any]:

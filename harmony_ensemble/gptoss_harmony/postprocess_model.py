@@ -14,8 +14,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils  # pyright: ignore[reportMissingImports]
 
 from gptoss_harmony.answer import Answer, AnswerContext, EngineResponse, Reply
-from gptoss_harmony.format import HarmonyFormat
-from gptoss_harmony.preprocess_model import model_folder
+from gptoss_harmony.preprocess_model import configured_format
 
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 # Of silence. The engine speaks every 0.3 s, with n > 60 open generations every n / 200 s.
@@ -42,7 +41,7 @@ class _Generation:
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
-        self._format = HarmonyFormat.load(model_folder(args))
+        self._format = configured_format(args)
         self._generations: dict[str, _Generation] = {}
         self._swept_at = time.monotonic()
         self._metrics = _Metrics()
@@ -125,13 +124,20 @@ class _Metrics:
             description="Repairs of generated Harmony by kind",
             kind=family.COUNTER,
         )
+        self._calls = family(
+            name="gptoss:tool_calls_total",
+            description="Generated tool calls by outcome",
+            kind=family.COUNTER,
+        )
         self._metrics: dict[tuple[str, str], Any] = {}
 
     def count(self, answer: Answer) -> None:
-        for channel, number in answer.harmony.num_tokens.items():
+        for channel, number in answer.stream.num_tokens.items():
             self._add(self._tokens, "channel", channel, number)
-        for kind, number in answer.harmony.repairs.items():
+        for kind, number in answer.stream.repairs.items():
             self._add(self._repairs, "kind", kind, number)
+        for outcome, number in answer.stream.calls.items():
+            self._add(self._calls, "outcome", outcome, number)
 
     def _add(self, family: Any, label: str, value: str, number: int) -> None:
         metric = self._metrics.get((label, value))

@@ -9,7 +9,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils  # pyright: ignore[reportMissingImports]
 
 from gptoss_harmony.answer import AnswerContext
-from gptoss_harmony.format import HarmonyFormat
+from gptoss_harmony.format import ChatFormat, load_format
 from gptoss_harmony.request import EnsembleRequest, read_request
 from gptoss_harmony.types import InvalidChat, UnsupportedChat
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
-        self._format = HarmonyFormat.load(model_folder(args))
+        self._format = configured_format(args)
 
     def execute(self, requests: list[Any]) -> list[Any]:
         return [self._answer(request) for request in requests]
@@ -27,7 +27,9 @@ class TritonPythonModel:
         try:
             inputs = {tensor.name(): _value(tensor) for tensor in request.inputs()}
             parameters = json.loads(request.parameters() or "{}")
-            return pb_utils.InferenceResponse(self._prompt(read_request(inputs, parameters)))
+            return pb_utils.InferenceResponse(
+                self._prompt(read_request(inputs, parameters, self._format))
+            )
         except UnsupportedChat as error:
             return _refusal(error, pb_utils.TritonError.UNSUPPORTED)
         except InvalidChat as error:
@@ -59,11 +61,15 @@ class TritonPythonModel:
         ]
 
 
-def model_folder(args: dict[str, str]) -> Path | None:
-    """The checkpoint that the parameter `model` names: its tokenizer.json has the vocabulary."""
-    parameters = json.loads(args["model_config"]).get("parameters", {})
-    model = parameters.get("model", {}).get("string_value", "demo")
-    return None if model == "demo" else Path(model)
+def configured_format(args: dict[str, str]) -> ChatFormat:
+    """The format that the parameter `format` names, with the vocabulary of the parameter `model`:
+    that checkpoint's tokenizer.json has it."""
+    values = {
+        name: value["string_value"]
+        for name, value in json.loads(args["model_config"]).get("parameters", {}).items()
+    }
+    model = values.get("model", "demo")
+    return load_format(values.get("format", "harmony"), None if model == "demo" else Path(model))
 
 
 def _value(tensor: Any) -> Any:

@@ -14,6 +14,7 @@ import datetime
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gptoss_harmony.builtin_tools import CODE_TOOL, code_of, render_builtin_tools
 from gptoss_harmony.tools import render_tools
 from gptoss_harmony.types import ChatRequest, Prompt, check_text
 from gptoss_harmony.vocabulary import (
@@ -58,7 +59,8 @@ def render_raw(vocabulary: Vocabulary, text: str) -> Prompt:
 
 def system_text(request: ChatRequest, today: datetime.date) -> str:
     """The system message's text. Commentary is a channel only for those who have tools."""
-    channels = "analysis, commentary, final" if request.tools else "analysis, final"
+    has_tools = bool(request.tools or request.builtin_tools)
+    channels = "analysis, commentary, final" if has_tools else "analysis, final"
     lines = [
         "You are ChatGPT, a large language model trained by OpenAI.",
         "Knowledge cutoff: 2024-06",
@@ -66,6 +68,7 @@ def system_text(request: ChatRequest, today: datetime.date) -> str:
         "",
         f"Reasoning: {request.reasoning_effort}",
         "",
+        *((render_builtin_tools(request.builtin_tools), "") if request.builtin_tools else ()),
         f"# Valid channels: {channels}. Channel must be included for every message.",
     ]
     if request.tools:
@@ -87,22 +90,33 @@ class _Rendering:
     def open(self, author: str) -> None:
         self.token_ids += (START, *self._encode(author))
 
-    def add(
-        self, author: str, text: str, channel: str | None = None, *, is_call: bool = False
-    ) -> None:
+    def add(self, author: str, text: str, channel: str | None = None, *, end: int = END) -> None:
         self.open(author)
         if channel is not None:
             self.token_ids += (CHANNEL, *self._encode(channel))
-        if is_call:
-            self.token_ids += (*self._encode(" "), CONSTRAIN, *self._encode("json"))
+        self._add_text(text, end)
+
+    def add_call(self, author: str, function: Mapping[str, Any], *, is_builtin: bool) -> None:
+        name, arguments = function["name"], function["arguments"]
+        if is_builtin:
+            # As the model was trained: in its reasoning, and "code" whatever the text is.
+            text = code_of(arguments) if name == CODE_TOOL else arguments
+            self.add(f"{author} to={name}", text, "analysis code", end=CALL)
+            return
+        self.open(f"{author} to=functions.{name}")
+        self.token_ids += (CHANNEL, *self._encode("commentary"))
+        self.token_ids += (*self._encode(" "), CONSTRAIN, *self._encode("json"))
+        self._add_text(arguments, CALL)
+
+    def _add_text(self, text: str, end: int) -> None:
         self.token_ids.append(MESSAGE)
         self.token_ids += self._encode(text)
-        self.token_ids.append(CALL if is_call else END)
+        self.token_ids.append(end)
 
 
 def _add_history(rendering: _Rendering, messages: Sequence[Mapping[str, Any]]) -> None:
     first_open = _first_message_of_open_turn(messages)
-    tool_names: dict[str, str] = {}
+    authors: dict[str, tuple[str, str]] = {}  # of a call's result, and its channel, by id
     for position, message in enumerate(messages):
         role, content = message["role"], message["content"]
         match role:
@@ -112,8 +126,8 @@ def _add_history(rendering: _Rendering, messages: Sequence[Mapping[str, Any]]) -
             case "user":
                 rendering.add(_author(message), content)
             case "tool":
-                name = tool_names[message["tool_call_id"]]
-                rendering.add(f"functions.{name} to=assistant", content, "commentary")
+                author, channel = authors[message["tool_call_id"]]
+                rendering.add(f"{author} to=assistant", content, channel)
             case "assistant":
                 reasoning = message.get("reasoning_content")
                 if reasoning and position >= first_open:
@@ -122,10 +136,12 @@ def _add_history(rendering: _Rendering, messages: Sequence[Mapping[str, Any]]) -
                 if content:
                     rendering.add(_author(message), content, "commentary" if calls else "final")
                 for call in calls:
-                    function = call["function"]
-                    tool_names[call["id"]] = function["name"]
-                    author = f"{_author(message)} to=functions.{function['name']}"
-                    rendering.add(author, function["arguments"], "commentary", is_call=True)
+                    function, is_builtin = call["function"], call["type"] == "builtin"
+                    name = function["name"]
+                    authors[call["id"]] = (
+                        (name, "analysis") if is_builtin else (f"functions.{name}", "commentary")
+                    )
+                    rendering.add_call(_author(message), function, is_builtin=is_builtin)
 
 
 def _author(message: Mapping[str, Any]) -> str:

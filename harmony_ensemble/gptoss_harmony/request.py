@@ -7,11 +7,11 @@ is the neutral one: nothing is ignored.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from gptoss_harmony.chat import parse_chat, user_message
+from gptoss_harmony import chat
 from gptoss_harmony.types import ChatRequest, InvalidChat, UnsupportedChat, nearest, shown
 
 MAX_TEXT_BYTES = 4 * 2**20
@@ -71,6 +71,16 @@ _VLLM_UNBUILT: Mapping[str, tuple[Any, ...]] = {
 }
 
 
+class ChatParser(Protocol):
+    """A format, as far as a request is read by it; the module `chat` is OpenAI's."""
+
+    @property
+    def parse_chat(self) -> Callable[..., ChatRequest]: ...
+
+    @property
+    def parse_text(self) -> Callable[..., ChatRequest]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class EnsembleRequest:
     """A checked request: a chat, or a raw prompt that its author wrote in Harmony.
@@ -91,9 +101,11 @@ class EnsembleRequest:
 def read_request(
     inputs: Mapping[str, bytes | list[bytes] | bool | int | float],
     parameters: Mapping[str, Any],
+    parser: ChatParser = chat,
 ) -> EnsembleRequest:
     """`inputs` are the tensors' values by name; `parameters` what else the request carried, as
-    misspelt fields of `generate` do. Raises InvalidChat or UnsupportedChat."""
+    misspelt fields of `generate` do; `parser` is the format. Raises InvalidChat or
+    UnsupportedChat."""
     for name, value in parameters.items():
         if name == "timeout":
             # The engine reads it, too.
@@ -104,10 +116,10 @@ def read_request(
     fields = {name: _text(name, value) for name, value in inputs.items()}
     fields = _with_sampling_parameters(fields)
     _refuse_unbuilt(fields, _UNBUILT)
-    return _request(fields)
+    return _request(fields, parser)
 
 
-def _request(fields: dict[str, Any]) -> EnsembleRequest:
+def _request(fields: dict[str, Any], parser: ChatParser) -> EnsembleRequest:
     stream = fields.get("stream", False)
     sampling = {name: fields[name] for name in _SAMPLING if fields.get(name) is not None}
     stop_ids = sampling.get("stop_token_ids", [])
@@ -127,7 +139,7 @@ def _request(fields: dict[str, Any]) -> EnsembleRequest:
         sampling["logprobs"] = num_top
     is_raw = fields.get("raw_prompt", False)
     return EnsembleRequest(
-        chat=None if is_raw else _chat(fields),
+        chat=None if is_raw else _chat(fields, parser),
         raw_prompt=_raw_prompt(fields) if is_raw else None,
         sampling=sampling,
         stream=stream,
@@ -137,14 +149,15 @@ def _request(fields: dict[str, Any]) -> EnsembleRequest:
     )
 
 
-def _chat(fields: Mapping[str, Any]) -> ChatRequest:
+def _chat(fields: Mapping[str, Any], parser: ChatParser) -> ChatRequest:
     if ("messages" in fields) == ("text_input" in fields):
         both = "both" if "messages" in fields else "neither"
         raise InvalidChat(f"one of messages and text_input must be given, got {both}")
-    chat: dict[str, Any] = {name: fields.get(name) for name in _CHAT}
-    if "messages" not in fields:
-        chat["messages"] = user_message(fields["text_input"])
-    return parse_chat(**chat)
+    given: dict[str, Any] = {name: fields.get(name) for name in _CHAT}
+    if "messages" in fields:
+        return parser.parse_chat(**given)
+    del given["messages"]
+    return parser.parse_text(fields["text_input"], **given)
 
 
 def _raw_prompt(fields: Mapping[str, Any]) -> str:

@@ -34,9 +34,17 @@ Schema = Mapping[str, Any]
 
 def render_tools(tools: Sequence[Mapping[str, Any]]) -> str:
     """The developer message's section on tools."""
-    declarations = [_declaration(tool["function"]) for tool in tools]
-    sections = ["# Tools", "## functions", "namespace functions {", *declarations]
-    return "\n\n".join([*sections, "} // namespace functions"])
+    functions = [tool["function"] for tool in tools]
+    return f"# Tools\n\n{render_namespace('functions', functions)}"
+
+
+def render_namespace(
+    name: str, functions: Sequence[Mapping[str, Any]], description: str = ""
+) -> str:
+    """One namespace of functions, each {name, description, parameters}, under its heading."""
+    comment = _comment(description, "") if description else ""
+    sections = [f"## {name}", f"{comment}namespace {name} {{", *map(_declaration, functions)]
+    return "\n\n".join([*sections, f"}} // namespace {name}"])
 
 
 def check_schema(path: str, schema: object, size: int = 0) -> int:

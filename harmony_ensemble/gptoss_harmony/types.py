@@ -12,6 +12,9 @@ from typing import Any, Literal
 ReasoningEffort = Literal["low", "medium", "high"]
 Channel = Literal["reasoning", "content", "tool_call"]
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
+CallOutcome = Literal["whole", "invalid", "cut", "unknown"]
+"""How a tool call ended: its arguments are a JSON object, or are none, or were cut off; or nobody
+offered such a function, so that it became reasoning."""
 
 
 class InvalidChat(ValueError):
@@ -28,10 +31,12 @@ class ChatRequest:
 
     messages: OpenAI chat messages (role, content, name, tool_calls, tool_call_id, …).
     tools: OpenAI function tools, each {"type": "function", "function": {name, …}}.
+    builtin_tools: those of gpt-oss's own that are offered, by name.
     """
 
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...] = ()
+    builtin_tools: tuple[str, ...] = ()
     reasoning_effort: ReasoningEffort = "medium"
 
 

@@ -426,3 +426,23 @@ def test_what_scheduling_costs_is_a_table_and_lines(monkeypatch, capsys) -> None
         assert (found["benchmark"], found["batch"]) == ("scheduler", batch)
         assert row.startswith(f"| {batch} | {found['schedule_us']} | {found['update_us']} |")
         assert 0 < found["schedule_us"] < 1e6
+
+
+def test_what_harmony_costs_is_tables_and_lines(monkeypatch, capsys, tmp_path) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    output = tmp_path / "lines.jsonl"
+    arguments = ["--tokens", "400", "--runs", "1", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", ["bench_harmony.py", *arguments])
+    importlib.import_module("bench_harmony").main()
+    printed = capsys.readouterr().out.splitlines()
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    assert printed[-len(lines) :] == output.read_text().splitlines()
+    streams = [line for line in lines if line["benchmark"] == "harmony_stream"]
+    for line in streams:
+        cell = f"| {line['case']} | {line['tokens_per_push']} | {line['us_per_token']} |"
+        assert any(row.startswith(cell) for row in printed)
+        assert 0 < line["us_per_token"] < 1000
+    renders = [line for line in lines if line["benchmark"] == "harmony_render"]
+    assert [line["case"] for line in renders] == ["one message", "20 messages"]
+    assert all(300 < line["tokens"] < 600 and 0 < line["seconds"] < 1 for line in renders)
+    assert {line["case"] for line in streams} > {"an answer", "reasoning", "raw"}

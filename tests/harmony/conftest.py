@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -91,9 +91,11 @@ class FakeTriton(ModuleType):
 
     class MetricFamily:
         COUNTER = 0
+        families: ClassVar[dict[str, "FakeTriton.MetricFamily"]] = {}
 
-        def __init__(self, **_: Any) -> None:
+        def __init__(self, name: str, **_: Any) -> None:
             self.values: dict[str, int] = {}
+            self.families[name] = self
 
         def _metric(self, labels: dict[str, str]) -> Any:
             (label,) = labels.values()

@@ -117,6 +117,63 @@ def test_logprobs_are_those_of_the_visible_text(harmony: HarmonyFormat) -> None:
     json.dumps(reply.logprobs)
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("It is 42.<|return|>", "It is 42."),
+        ("<|message|>It is 42.<|return|>", "It is 42."),
+        ("<|channel|>thoughts<|message|>It is 42.<|return|>", "It is 42."),
+        ("<|channel|>analysis<|message|>Hm<|end|>It is 42.<|return|>", "It is 42."),
+        (_CALL, ""),
+    ],
+)
+def test_text_that_is_content_only_at_the_end_has_logprobs_too(
+    harmony: HarmonyFormat, text: str, shown: str
+) -> None:
+    for cut in (1, 3, 100):
+        replies, _ = _run(harmony, text, cut=cut, stream=True, return_logprobs=True)
+        joined = _joined(replies)
+        assert joined["text"] == shown
+        assert "".join(entry["token"] for entry in joined["logprobs"]) == shown
+
+
+def test_each_replys_logprobs_are_those_of_its_own_text(harmony: HarmonyFormat) -> None:
+    """Also while a stop word may have begun: the entries wait as their text does."""
+    context = {"stop_words": [" it was"]}
+    text = "<|channel|>final<|message|>Forty-two it is.<|return|>"
+    replies, _ = _run(harmony, text, stream=True, format=context, return_logprobs=True)
+    for reply in replies:
+        assert "".join(entry["token"] for entry in reply.logprobs) == reply.text_output
+    assert [each.text_output for each in replies if each.text_output] == [
+        *("Fort", "y", "-two", " it is", "."),
+    ]
+
+
+def test_control_tokens_among_the_likeliest_have_no_text(harmony: HarmonyFormat) -> None:
+    answer = Answer(AnswerContext(format={}, stream=True, return_logprobs=True), harmony)
+    token_ids = harmony.vocabulary.encode_raw("<|channel|>final<|message|>x")
+    top = [(200_002, -0.1), (200_007, -0.2), (token_ids[-1], -0.3)]
+    response = EngineResponse("g", 0, tuple(token_ids), ((-0.3, top),) * 4, None, 1, 0)
+    reply = answer.push(response)
+    assert reply is not None
+    [entry] = reply.logprobs
+    assert entry["top_logprobs"] == [
+        {"token": "", "logprob": -0.1, "bytes": None},
+        {"token": "", "logprob": -0.2, "bytes": None},
+        {"token": "x", "logprob": -0.3, "bytes": [120]},
+    ]
+    assert "<|" not in json.dumps(reply.logprobs)
+
+
+def test_an_answer_that_is_all_reasoning_says_so(harmony: HarmonyFormat) -> None:
+    text = "<|channel|>analysis<|message|>Let me think about it"
+    (reply,), _ = _run(harmony, text, reason="length", return_logprobs=True)
+    assert (reply.text_output, reply.reasoning_output) == ("", "Let me think about it")
+    assert reply.finish_reason == "length"
+    assert reply.num_reasoning_tokens == len(harmony.vocabulary.encode("Let me think about it"))
+    assert reply.logprobs == []
+
+
 def test_a_stop_word_ends_the_answer_before_the_engine_does(harmony: HarmonyFormat) -> None:
     context = {"stop_words": ["two"]}
     replies, answer = _run(harmony, _ANSWER, stream=True, format=context)
@@ -138,8 +195,8 @@ def test_what_follows_a_stop_word_is_not_counted_however_cut(harmony: HarmonyFor
         assert joined["text"] == "Forty"
         assert joined["num_output_tokens"] == num_tokens
         assert joined["cumulative_logprob"] == -0.5 * num_tokens
-        # The entries are those of the tokens read: the stop word's own are among them.
-        assert "".join(entry["token"] for entry in joined["logprobs"]) == "Forty-two it"
+        # The stop word's own tokens are read, but they are no content.
+        assert "".join(entry["token"] for entry in joined["logprobs"]) == "Forty"
 
 
 def test_echo_stands_first(harmony: HarmonyFormat) -> None:

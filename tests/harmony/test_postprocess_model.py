@@ -138,3 +138,22 @@ def test_an_abort_that_fails_is_tried_again(bench: Bench, reason: str) -> None:
     assert bench.aborts == [("g", reason)] * 3
     assert bench.push("", "abort") is None
     assert _is_idle(bench)
+
+
+def test_what_an_answer_held_is_counted(bench: Bench, triton: Any) -> None:
+    bench.push()
+    bench.push(
+        "<|channel|>analysis<|message|>one two<|end|><|channel|>final<|message|>three<|end|>"
+    )
+    bench.push(
+        "<|start|>assistant to=functions.g<|channel|>commentary<|message|>{}<|call|>", "stop"
+    )
+    values = {name: family.values for name, family in triton.MetricFamily.families.items()}
+    assert values == {
+        "gptoss:channel_tokens_total": {"reasoning": 3, "content": 1},
+        "gptoss:harmony_repairs_total": {"missing_start": 1, "unknown_tool": 1},
+        "gptoss:tool_calls_total": {"unknown": 1},
+    }
+    bench.num_pushed = 0
+    bench.push("<|channel|>final<|message|>three", "length")
+    assert values["gptoss:channel_tokens_total"] == {"reasoning": 3, "content": 2}

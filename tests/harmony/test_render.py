@@ -24,7 +24,7 @@ from openai_harmony import (
 from gptoss_harmony.chat import parse_chat
 from gptoss_harmony.render import render_chat, render_raw
 from gptoss_harmony.types import ChatRequest, InvalidChat
-from gptoss_harmony.vocabulary import END, FIRST_CONTROL, START, STOP_TOKEN_IDS, Vocabulary
+from gptoss_harmony.vocabulary import START, STOP_TOKEN_IDS, Vocabulary
 
 TODAY = datetime.date(2025, 6, 28)
 CONTROL_TEXT = "<|end|><|start|>system<|message|>x<|return|><|call|><|channel|><|constrain|>"
@@ -306,33 +306,6 @@ def test_each_prompt_is_a_prefix_of_the_next(
         finished = history(loaded, before)
         assert finished[: len(last)] == last
         last = finished
-
-
-@given(turns=turns())
-@settings(max_examples=100, deadline=None)
-def test_every_text_is_in_the_prompt_and_no_text_is_a_control_token(
-    loaded: Vocabulary, turns: list[list[dict[str, Any]]]
-) -> None:
-    messages = [message for turn in turns for message in turn]
-    token_ids = history(loaded, messages)
-    text = loaded.decode(token_ids)
-    num_messages = 2  # system, developer
-    for message in messages:
-        assert message["content"] in text
-        calls = message.get("tool_calls", [])
-        assert all((call["function"]["arguments"] or "{}") in text for call in calls)
-        is_shown = bool(message["content"]) or message["role"] in ("user", "tool")
-        num_messages += is_shown + len(calls)
-    # Reasoning is all dropped: every turn is over. Each message has one start and one end.
-    assert token_ids.count(START) == num_messages
-    num_calls = sum(len(message.get("tool_calls", [])) for message in messages)
-    assert token_ids.count(END) == num_messages - num_calls
-    num_control = sum(token_id >= FIRST_CONTROL for token_id in token_ids)
-    num_answers = sum(
-        message["role"] == "assistant" and bool(message["content"]) for message in messages
-    )
-    num_results = sum(message["role"] == "tool" for message in messages)
-    assert num_control == 3 * num_messages + num_answers + num_results + 2 * num_calls
 
 
 def test_rendering_is_linear(loaded: Vocabulary) -> None:

@@ -20,7 +20,6 @@ from gptoss_harmony.vocabulary import (
     CONSTRAIN,
     END,
     END_OF_TEXT,
-    FIRST_CONTROL,
     MESSAGE,
     NUM_TOKENS,
     RETURN,
@@ -100,7 +99,7 @@ def read(
     one_by_one: bool = False,
     **options: Any,
 ) -> tuple[Answer, HarmonyStream]:
-    options = {"tool_names": ("f", "now"), **options}
+    options = {"tool_names": ("f", "now", "get_code"), **options}
     stream = HarmonyStream(vocabulary, new_call_id=call_ids(), **options)
     token_ids = tokens(vocabulary, *parts)
     chunks = [[token_id] for token_id in token_ids] if one_by_one else [token_ids]
@@ -141,6 +140,12 @@ TABLE: list[tuple[str, tuple[Any, ...], FinishReason, Answer]] = [
         ("CH", "analysis", "M", "t", "E", "7", "S", "assistant", *FINAL_X),
         "stop",
         Answer("t", "x"),
+    ),
+    (
+        "a digit before start, and no answer",
+        ("CH", "analysis", "M", "t", "E", "7", "S", "assistant", "CH", "analysis", "M", "u"),
+        "length",
+        Answer("t\nu"),
     ),
     ("a channel without a name", ("CH", "M", "text"), "stop", Answer("", "text")),
     ("no channel at all", ("M", "text", "R"), "stop", Answer("", "text")),
@@ -327,6 +332,68 @@ TABLE: list[tuple[str, tuple[Any, ...], FinishReason, Answer]] = [
         "stop",
         Answer("{}"),
     ),
+    # A recipient, however it is spelled.
+    *(
+        (f"the recipient in {' '.join(header)}", (*header, "M", '{"a":1}', "CALL"), "stop", A_CALL)
+        for header in [
+            ("CH", "commentary to= functions.f"),
+            ("CH", 'commentary to="functions.f"'),
+            ("CH", "commentary to=functions.f, "),
+            ("CH", "commentary to=functions.f()"),
+            ("CH", "commentary to=functions.f. json"),
+            ("CH", "commentary to=functions.fjson"),
+            ("CH", "to=functions.f commentary"),
+            ("CH", "commentary", "CON", " to=functions.f json"),
+            ("CH", "commentary", "CON", "json to=functions.f"),
+            ("CH", "commentary code to=functions.f"),
+            ("CH", "commentary", "CH", "commentary to=functions.f"),
+            ("CH", "--commentary to=functions.f"),
+            # <|channel|> is missing, its name is not.
+            (" to=functions.fcommentary", "CON", "json"),
+            (" to=functions.f commentary json",),
+            ("commentary to=functions.f", "CON", "json"),
+            ("S", "assistantcommentary to=functions.f"),
+            ("S", "commentary to=functions.f json"),
+        ]
+    ),
+    (
+        "arguments glued to the name",
+        ("CH", "commentary to=functions.f", '{"a":1}', "CALL"),
+        "stop",
+        A_CALL,
+    ),
+    (
+        "a name that ends in a content type",
+        ("CH", "commentary to=functions.get_code", "M", "{}", "CALL"),
+        "stop",
+        Answer(calls=[("get_code", "{}")], finish_reason="tool_calls"),
+    ),
+    (
+        "another namespace",
+        ("CH", "commentary to=tools.f", "M", "{}", "CALL"),
+        "stop",
+        Answer("{}"),
+    ),
+    (
+        "a call to the user",
+        ("CH", "commentary to=user", "M", "Hello", "E"),
+        "stop",
+        Answer("", "Hello"),
+    ),
+    # A channel, however it is spelled.
+    *(
+        (f"the channel {name!r}", ("CH", name, "M", "t", *NEXT, *FINAL_X), "stop", Answer("t", "x"))
+        for name in ("Analysis", "ANALYSIS ", "analysisanalysis", "--analysis", "analysis code")
+    ),
+    (
+        "a content type and no message token",
+        ("CH", "final", "CON", "x", "R"),
+        "stop",
+        Answer("", "x"),
+    ),
+    ("a content type, cut", ("CH", "final", "CON", "js"), "length", Answer()),
+    ("a content type as a word, cut", ("CH", "final js"), "length", Answer()),
+    ("a recipient cut after a channel", ("CH", "commentary to"), "length", Answer()),
     ("no call token", CALL_F[:-1], "stop", A_CALL),
     ("no call token, cut", CALL_F[:-1], "length", replace(A_CALL, finish_reason="length")),
     (
@@ -594,6 +661,7 @@ def test_call_ids_differ(loaded: Vocabulary) -> None:
         (("S", "user", "M", "x", "R"), {"broken_header": 1, "foreign_role": 1}),
         (("CH", "commentary to=functions.g", "M", "CALL"), {"unknown_tool": 1}),
         (("CH", "commentary to=f", "M", "CALL"), {"bare_tool_name": 1}),
+        (("CH", "commentary to=functions.fjson", "M", "CALL"), {"glued_tool_name": 1}),
     ],
 )
 def test_repairs_are_counted_by_kind(
@@ -601,6 +669,105 @@ def test_repairs_are_counted_by_kind(
 ) -> None:
     _, stream = read(loaded, parts)
     assert dict(stream.repairs) == repairs
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason", "calls"),
+    [
+        (CALL_F, "stop", {"whole": 1}),
+        ((*CALL_F[:-1], *NEXT, *CALL_F), "stop", {"whole": 2}),
+        (CALL_F[:-1], "length", {"whole": 1}),  # only its end is missing
+        (("CH", "commentary to=functions.now", "M", "CALL"), "stop", {"whole": 1}),
+        (("CH", "commentary to=functions.f", "M", '{"a":', "CALL"), "stop", {"invalid": 1}),
+        (("CH", "commentary to=functions.f", "M", "[1]", "CALL"), "stop", {"invalid": 1}),
+        (("CH", "commentary to=functions.f", "M", '{"a":'), "length", {"cut": 1}),
+        (("CH", "commentary to=functions.f", "M", '{"a":'), "stop", {"cut": 1}),
+        (("CH", "commentary to=functions.f", "M", '{"a":'), "abort", {"cut": 1}),
+        (("CH", "commentary to=functions.g", "M", "{}", "CALL"), "stop", {"unknown": 1}),
+        (("CH", "analysis to=python code", "M", "1+1", "CALL"), "stop", {"unknown": 1}),
+        (FINAL_X, "stop", {}),
+    ],
+)
+def test_calls_are_counted_by_outcome(
+    loaded: Vocabulary, parts: tuple[Any, ...], reason: FinishReason, calls: dict[str, int]
+) -> None:
+    _, stream = read(loaded, parts, reason)
+    assert dict(stream.calls) == calls
+
+
+BUILTINS = ("browser.search", "browser.open", "browser.find", "python")
+BUILTIN_CALLS: list[tuple[tuple[Any, ...], FinishReason, Answer]] = [
+    (
+        ("CH", "analysis to=python code", "M", 'print("é")\n', "CALL"),
+        "stop",
+        Answer(calls=[("python", '{"code": "print(\\"é\\")\\n"}')], finish_reason="tool_calls"),
+    ),
+    (
+        (" to=python", "CH", "analysis code", "M", "1", "CALL"),
+        "stop",
+        Answer(calls=[("python", '{"code": "1"}')], finish_reason="tool_calls"),
+    ),
+    (
+        ("CH", "analysis to=python code", "M", "1 + "),
+        "length",
+        Answer(calls=[("python", '{"code": "1 + ')]),
+    ),
+    (
+        ("CH", "analysis to=python code", "M", "CALL"),
+        "stop",
+        Answer(calls=[("python", '{"code": ""}')], finish_reason="tool_calls"),
+    ),
+    (
+        ("CH", "analysis to=functions.python", "M", "1", "CALL"),
+        "stop",
+        Answer(calls=[("python", '{"code": "1"}')], finish_reason="tool_calls"),
+    ),
+    (
+        ("CH", "analysis to=browser.search code", "M", '{"query":"x"}', "CALL"),
+        "stop",
+        Answer(calls=[("browser.search", '{"query":"x"}')], finish_reason="tool_calls"),
+    ),
+    (
+        ("CH", "commentary to=functions.browser.open", "M", "CALL"),
+        "stop",
+        Answer(calls=[("browser.open", "{}")], finish_reason="tool_calls"),
+    ),
+    (
+        ("CH", "analysis to=browser.click", "M", "{}", *NEXT, *FINAL_X),
+        "stop",
+        Answer("{}", "x"),
+    ),
+    (
+        ("CH", "analysis to=browser.find", "M", "{}", *NEXT, *CALL_F),
+        "stop",
+        Answer(calls=[("browser.find", "{}"), ("f", '{"a":1}')], finish_reason="tool_calls"),
+    ),
+]
+
+
+@pytest.mark.parametrize("one_by_one", [False, True], ids=["whole", "one by one"])
+@pytest.mark.parametrize(("parts", "reason", "expected"), BUILTIN_CALLS)
+def test_builtin_tools_calls_come_out_as_calls(
+    loaded: Vocabulary,
+    parts: tuple[Any, ...],
+    reason: FinishReason,
+    expected: Answer,
+    one_by_one: bool,
+) -> None:
+    answer, _ = read(loaded, parts, reason, one_by_one=one_by_one, builtin_names=BUILTINS)
+    assert answer == replace(expected, finish_reason=expected.finish_reason or reason)
+
+
+def test_builtin_tools_that_nobody_offered_get_no_call(loaded: Vocabulary) -> None:
+    for recipient in BUILTINS:
+        parts = ("CH", f"analysis to={recipient} code", "M", "1", *NEXT, *FINAL_X)
+        answer, _ = read(loaded, parts)
+        assert answer == Answer("1", "x", finish_reason="stop")
+
+
+def test_a_function_named_python_is_no_program(loaded: Vocabulary) -> None:
+    answer, _ = read(loaded, ("CH", "commentary to=python", "M", "{}"), tool_names=("python",))
+    assert answer.calls == [("python", "{}")]
 
 
 def test_tokens_are_counted_by_channel(loaded: Vocabulary) -> None:
@@ -611,16 +778,60 @@ def test_tokens_are_counted_by_channel(loaded: Vocabulary) -> None:
     assert dict(stream.num_tokens) == num_tokens
 
 
-def test_content_positions_point_at_the_tokens_of_content(loaded: Vocabulary) -> None:
-    stream = HarmonyStream(loaded)
-    stream.push(tokens(loaded, "CH", "analysis", "M", "t"))
-    assert stream.content_positions == []
-    chunk = tokens(loaded, *NEXT, "CH", "final", "M", "one two", "E")
-    stream.push(chunk)
-    texts = [loaded.token_bytes[chunk[position]] for position in stream.content_positions]
-    assert texts == [b"one", b" two"]
+def content_of(
+    vocabulary: Vocabulary, parts: Sequence[str | int | bytes], **options: Any
+) -> list[str]:
+    """The texts of the tokens that the stream calls content, pushed one by one."""
+    token_ids = tokens(vocabulary, *parts)
+    stream = HarmonyStream(vocabulary, **options)
+    numbers = [
+        number
+        for each in token_ids
+        for _ in [stream.push([each])]
+        for number in stream.content_tokens
+    ]
     stream.push([], "stop")
-    assert stream.content_positions == []
+    numbers += stream.content_tokens
+    return [vocabulary.token_bytes[token_ids[number]].decode() for number in numbers]
+
+
+@pytest.mark.parametrize(
+    ("parts", "texts"),
+    [
+        (("CH", "analysis", "M", "t", *NEXT, "CH", "final", "M", "one two", "E"), ["one", " two"]),
+        (("CH", "commentary", "M", "a b", *NEXT, *CALL_F), ["a", " b"]),
+        # What became content only at the end.
+        (("M", "one two", "R"), ["one", " two"]),
+        (("CH", "thoughts", "M", "a", *NEXT, "CH", "thoughts", "M", "b"), ["b"]),
+        (("It is", "R"), ["It", " is"]),
+        (("CH", "analysis", "M", "t", "E", "It is", "R"), ["It", " is"]),
+        (("CH", "final", " It is", "R"), [" It", " is"]),
+        (("CH", "final ", "CON", "json", "{}", "R"), ["{}"]),
+        # A message in the same header.
+        (("S", "assistant", "CH", "final", "M", "x", "E"), ["x"]),
+    ],
+)
+def test_content_tokens_are_those_of_the_text(
+    loaded: Vocabulary, parts: tuple[Any, ...], texts: list[str]
+) -> None:
+    assert content_of(loaded, parts, tool_names=("f",)) == texts
+
+
+@pytest.mark.parametrize(
+    ("text", "texts"),
+    [
+        (("one two END three",), ["one", " two", " END"]),
+        (("one two",), ["one", " two"]),
+        (("one", " E", "N", "D"), ["one", " E"]),  # the blank of " E" is shown
+        (("one", " E", "N", "O"), ["one", " E", "N", "O"]),
+        (("END",), []),
+    ],
+)
+def test_a_stop_words_tokens_are_no_content(
+    loaded: Vocabulary, text: tuple[str, ...], texts: list[str]
+) -> None:
+    parts = ("CH", "final", "M", *text, "R")
+    assert content_of(loaded, parts, stop_words=("END",)) == texts
 
 
 # Raw prompts: the answer goes on where the prompt leaves off.
@@ -635,6 +846,9 @@ def test_content_positions_point_at_the_tokens_of_content(loaded: Vocabulary) ->
         (("S", *FINAL_X[:-1], "E"), ("S", "assistant", "CH", "final", "M", "y"), ("", "y")),
         (("S", "assistant", *FINAL_X[:-1]), ("E", *NEXT[1:], *FINAL_X), ("", "x")),
         (("Once upon",), (" a time", "R"), ("", " a time")),
+        # A prompt that leaves off in a header that is none.
+        (("S", "Once upon"), (" a time", "R"), ("", " a time")),
+        (("S", "assistant", "CH", "final Once"), (" upon", "R"), ("", " upon")),
     ],
 )
 def test_an_opening_sets_the_state(
@@ -643,6 +857,7 @@ def test_an_opening_sets_the_state(
     opening = opening_of(tokens(loaded, *prompt), loaded)
     answer, stream = read(loaded, parts, opening=opening)
     assert (answer.reasoning, answer.content) == expected
+    assert "".join(content_of(loaded, parts, opening=opening)) == expected[1]
     assert sum(stream.num_tokens.values()) <= len(tokens(loaded, *parts))
 
 
@@ -653,100 +868,6 @@ def test_a_raw_prompt_offers_every_function(loaded: Vocabulary) -> None:
     assert answer.calls == [("anything", "{}")]
     answer, _ = read(loaded, ("CH", "commentary to=python", "M", "{}", "CALL"), tool_names=None)
     assert answer == Answer("{}", finish_reason="stop")
-
-
-# Random traffic. Fragments are what models really emit, in any order; the cut is arbitrary.
-FRAGMENTS: list[str | int | bytes] = [
-    *("S", "E", "M", "CH", "CON", "R", "CALL", "EOT", "RESERVED", "BEYOND", -3, 200_000, 2**31),
-    *("assistant", "user", "functions.f", "analysis", "commentary", "final", "json", " to="),
-    *(
-        " to=functions.f",
-        " to=f",
-        "to=functions.nope",
-        "functions.",
-        '{"a":',
-        "1}",
-        "{}",
-        " ",
-        "\n",
-    ),
-    *("Hello", " END", " EN", "D", "中", "😀", b"\xf0", b"\x9f", b"\x80", b"\xff", b"\xe2"),
-]
-WELL_FORMED: list[tuple[str | int | bytes, ...]] = [
-    ("CH", "analysis", "M", "thinking", *NEXT),
-    ("CH", "final", "M", "The END of 😀", "R"),
-    ("CH", "commentary", "M", "Let me look.", *NEXT),
-    CALL_F,
-]
-SOUP = st.lists(
-    st.one_of(
-        st.sampled_from(FRAGMENTS).map(lambda part: (part,)),
-        st.sampled_from(WELL_FORMED),
-        st.integers(0, FIRST_CONTROL - 1).map(lambda token_id: (token_id,)),
-    ),
-    max_size=25,
-).map(lambda groups: [part for group in groups for part in group])
-CUTS = st.lists(st.integers(1, 7), max_size=60)
-REASONS: list[FinishReason] = ["stop", "length", "abort", "error"]
-
-
-def joined(deltas: Sequence[ChatDelta]) -> list[ChatDelta]:
-    merged: list[ChatDelta] = []
-    for delta in deltas:
-        if merged and replace(merged[-1], text="") == replace(delta, text=""):
-            merged[-1] = replace(merged[-1], text=merged[-1].text + delta.text)
-        elif delta.text or delta.finish_reason or delta.channel == "tool_call":
-            merged.append(delta)
-    return merged
-
-
-@given(
-    parts=SOUP,
-    cuts=CUTS,
-    reason=st.sampled_from(REASONS),
-    stop_words=st.sampled_from([(), ("END",), ("END", "N", "😀", "D\nH")]),
-    tool_names=st.sampled_from([(), ("f",), None]),
-)
-@settings(max_examples=1500, deadline=None)
-def test_any_cut_of_any_stream_gives_the_same_events(
-    loaded: Vocabulary,
-    parts: list[str | int | bytes],
-    cuts: list[int],
-    reason: FinishReason,
-    stop_words: tuple[str, ...],
-    tool_names: tuple[str, ...] | None,
-) -> None:
-    token_ids = tokens(loaded, *parts)
-    seen: list[Any] = []
-    for sizes in (cuts, [], itertools.repeat(1)):
-        stream = HarmonyStream(
-            loaded, tool_names=tool_names, stop_words=stop_words, new_call_id=call_ids()
-        )
-        deltas: list[ChatDelta] = []
-        content_tokens: list[int] = []
-        num_taken = 0
-        rest = token_ids
-        for size in sizes:
-            if not rest:
-                break
-            chunk, rest = rest[:size], rest[size:]
-            deltas += stream.push(chunk)
-            content_tokens += [chunk[position] for position in stream.content_positions]
-            num_taken += stream.num_taken
-        deltas += stream.push(rest, reason)
-        content_tokens += [rest[position] for position in stream.content_positions]
-        num_taken += stream.num_taken
-        events = joined(deltas)
-        assert [delta.finish_reason for delta in events[:-1]] == [None] * (len(events) - 1)
-        assert events[-1].finish_reason == stream.finish_reason
-        assert stream.push([1, 2, 3], "stop") == []
-        assert stream.num_taken == 0
-        text = "".join(delta.text for delta in events)
-        assert not any(control in text for control in ("<|start|>", "<|end|>", "<|message|>"))
-        counts = (num_taken, dict(stream.repairs), +stream.num_tokens)
-        assert stop_words or num_taken == len(token_ids)
-        seen.append((events, counts, content_tokens))
-    assert seen[0] == seen[1] == seen[2]
 
 
 MESSAGES = st.lists(

@@ -280,6 +280,79 @@ def test_what_openai_harmony_gives_up_is_complete(schema: Any, golden: str) -> N
     )
 
 
+def test_odd_keys_are_openai_harmonys(loaded: Vocabulary) -> None:
+    keys = [
+        "my key",
+        "a-b",
+        "",
+        'a"b',
+        "日本",
+        "1",
+        "$ref",
+        "a/b",
+        "a\\b",
+        "<|end|>",
+        " x ",
+        "a?",
+        "a:",
+    ]
+    parameters = {"type": "object", "properties": {key: {"type": "string"} for key in keys}}
+    check_schema("parameters", parameters)
+    function = {"name": "f", "description": "d", "parameters": parameters}
+    assert by_us(function) == by_openai_harmony(loaded, function)
+
+
+def test_three_levels_deep(loaded: Vocabulary) -> None:
+    deepest = {
+        "d": {"type": "string", "enum": ["x", "y"], "default": "x", "description": "deep"},
+        "e": {"type": "boolean", "default": False},
+    }
+    rows = {"type": "array", "items": {"type": "object", "properties": deepest, "required": ["d"]}}
+    middle = {"type": "object", "properties": {"c": rows}, "required": ["c"]}
+    outer = {"type": "object", "description": "outer", "properties": {"b": middle}}
+    either = {
+        "oneOf": [
+            {"type": "object", "properties": {"k": {"type": "integer"}}},
+            {"type": "array", "items": {"type": "array", "items": {"type": "number"}}},
+        ]
+    }
+    members = {
+        "a": outer,
+        "n": {"type": "number", "default": 0},
+        "z": {"type": "string", "default": ""},
+        "q": {"type": "string", "default": None},
+        "o": either,
+    }
+    parameters = {"type": "object", "properties": members, "required": ["a"]}
+    check_schema("parameters", parameters)
+    function = {"name": "f", "description": "", "parameters": parameters}
+    assert by_us(function) == by_openai_harmony(loaded, function)
+    assert by_us(function).split("\n\n")[3] == (
+        "type f = (_: {\n"
+        "// outer\n"
+        "a:     // outer\n"
+        "{\n"
+        "    b?: {\n"
+        "        c: {\n"
+        "            // deep\n"
+        '            d: "x" | "y", // default: x\n'
+        "            e?: boolean, // default: false\n"
+        "            }[],\n"
+        "        },\n"
+        "    },\n"
+        "n?: number, // default: 0\n"
+        'z?: string, // default: ""\n'
+        "q?: string, // default: null\n"
+        "o?:\n"
+        " | {\n"
+        "   k?: number,\n"
+        "   }\n"
+        " | number[][]\n"
+        ",\n"
+        "}) => any;"
+    )
+
+
 def test_a_key_with_a_line_break_stays_on_its_line() -> None:
     parameters = {"type": "object", "properties": {"a\nb": {"type": "string"}}}
     assert '{\n"a\\nb"?: string,\n}' in by_us({"name": "f", "parameters": parameters})

@@ -18,6 +18,13 @@ def test_configuration_reaches_the_engine_model(tmp_path: Path) -> None:
     assert 'string_value: "quote \\" back\\\\slash é"' in text
 
 
+@pytest.mark.parametrize("name", ["harmony_preprocess", "harmony_postprocess"])
+def test_both_adapters_have_the_format(tmp_path: Path, name: str) -> None:
+    write_model_repository(tmp_path / "models", EngineConfig(), "raw")
+    text = (tmp_path / "models" / name / "config.pbtxt").read_text(encoding="utf-8")
+    assert '{ key: "format" value { string_value: "raw" } }' in text
+
+
 def test_backend_folder_is_assembled_once_and_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
