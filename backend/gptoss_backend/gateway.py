@@ -91,6 +91,7 @@ class Gateway:
         self._listener = listener
         self._process: subprocess.Popen[bytes] | None = None
         self._started_at = 0.0
+        self._is_ending = False
 
     def __enter__(self) -> "Gateway":
         self.start()
@@ -159,7 +160,8 @@ class Gateway:
     def end(self) -> None:
         """Nothing listens any more, and what is open may finish."""
         self._listener.close()
-        if self._process is not None:
+        if self._process is not None and not self._is_ending:
+            self._is_ending = True  # A second signal would cut what is open.
             self._process.terminate()
 
     def stop(self, seconds: float) -> None:
