@@ -3,7 +3,7 @@
 Gateways are found by entry point (group `gptoss.gateways`), so that this package knows none. One is
 a child and no thread of the server's process, so that neither its load nor its faults reach whoever
 watches the server. One that dies is started again: the model, which takes minutes to load, stays,
-and so does the listening socket, which is its parent's. One that dies young is a failure.
+and so does the listening socket, which is its parent's, too. One that dies young is a failure.
 """
 
 import importlib.metadata
@@ -26,7 +26,6 @@ GROUP = "gptoss.gateways"
 _POLL_SECONDS = 0.05
 _YOUNG_SECONDS = 10.0
 _STOP_SECONDS = 2.0
-_BACKLOG = 2048
 # A proxy that the environment names is no way to this machine.
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -59,14 +58,16 @@ def load_gateway(name: str) -> Any:
         ) from error
 
 
-def listen(host: str, port: int, flag: str) -> socket.socket:
-    """A listening socket, or ServerError with the flag to change."""
+def bind(host: str, port: int, flag: str) -> socket.socket:
+    """A socket for a gateway to listen on, or ServerError with the flag to change.
+
+    Until it does, whoever connects is refused.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-        listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
         raise ServerError(

@@ -8,6 +8,7 @@ client is gone its generation is aborted.
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping, Sequence
 from contextlib import aclosing
@@ -35,6 +36,9 @@ _SSE = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
+
+
+log = logging.getLogger(__name__)
 
 
 class Answer(Protocol):
@@ -213,6 +217,9 @@ class _Exchange:
             self._metrics.cut.labels("slow_reader").inc()
         except ApiError as error:
             await self._fail(error)
+        except Exception:
+            log.exception("an answer failed")
+            await self._fail(ApiError(500, "the gateway failed; its log says how"))
         except asyncio.CancelledError:
             if not self._is_cut:
                 raise

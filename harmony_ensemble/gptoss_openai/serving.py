@@ -20,6 +20,8 @@ from gptoss_openai.config import GatewayConfig
 # Between the error that ends an open answer and the end of its connection.
 _LAST_WORDS_SECONDS = 2
 _BACKLOG = 2048
+# Longer than clients keep idle connections, so that none sends into one that is being closed.
+_KEEP_ALIVE_SECONDS = 75
 
 
 def check(settings: Mapping[str, Any]) -> None:
@@ -35,12 +37,7 @@ def serve(settings: Mapping[str, Any], listener: socket.socket) -> None:
     """
     config = GatewayConfig.from_mapping(settings)
     gateway = Gateway(config)
-    # What bounds the kernel's side of who does not read: its connection ends, too.
-    user_timeout = int(1e3 * config.slow_reader_seconds)
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, user_timeout)
-    # asyncio sets it on sockets that know their protocol's number, which not every listener does;
-    # without it a client waits 40 ms for what follows an answer's first packet.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    tune(listener, config)
     server = _Server(
         uvicorn.Config(
             gateway.app,
@@ -52,12 +49,23 @@ def serve(settings: Mapping[str, Any], listener: socket.socket) -> None:
             server_header=False,
             proxy_headers=False,
             backlog=_BACKLOG,
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=int(config.drain_seconds) + _LAST_WORDS_SECONDS,
         ),
         gateway,
     )
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     asyncio.run(server.serve(sockets=[listener]))
+
+
+def tune(listener: socket.socket, config: GatewayConfig) -> None:
+    """Options that every accepted connection has from its listener."""
+    # The connection of who does not read ends, too: closing it waits for what was written.
+    user_timeout = int(1e3 * config.slow_reader_seconds)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, user_timeout)
+    # asyncio sets it on sockets that know their protocol's number, which not every listener does;
+    # without it a client waits 40 ms for what follows an answer's first packet.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 class _Server(uvicorn.Server):

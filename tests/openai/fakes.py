@@ -18,6 +18,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from gptoss_openai.app import Gateway
 from gptoss_openai.config import GatewayConfig
 from gptoss_openai.ensemble import Reply
+from gptoss_openai.serving import tune
 
 MODEL = "gpt-oss-demo"
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -174,19 +175,32 @@ class Stack:
 
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
-        server = grpc.aio.server()
-        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self.fake, server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        self.gateway = Gateway(GatewayConfig(url=f"127.0.0.1:{port}", **self._config))
+        self._ensemble, port = await self._start_ensemble(0)
+        gateway_config = GatewayConfig(url=f"127.0.0.1:{port}", **self._config)
+        tune(self._listener, gateway_config)
+        self.gateway = Gateway(gateway_config)
         config = uvicorn.Config(
             self.gateway.app, lifespan="on", log_config=None, timeout_graceful_shutdown=5
         )
         self._uvicorn = uvicorn.Server(config)
-        self.stop_ensemble = lambda: self._call(server.stop(None))
         self.loop.call_soon(self._ready.set)
         await self._uvicorn.serve([self._listener])
-        await server.stop(None)
+        await self._ensemble.stop(None)
+
+    async def _start_ensemble(self, port: int) -> tuple[Any, int]:
+        server = grpc.aio.server()
+        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self.fake, server)
+        port = server.add_insecure_port(f"127.0.0.1:{port}")
+        await server.start()
+        return server, port
+
+    def stop_ensemble(self) -> None:
+        self._call(self._ensemble.stop(None))
+
+    def restart_ensemble(self) -> None:
+        self.stop_ensemble()
+        port = int(self.gateway.config.url.rpartition(":")[2])
+        self._ensemble, _ = self._call(self._start_ensemble(port))
 
     def _call(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(10)
@@ -237,6 +251,11 @@ class Stack:
         )
         connection.sendall(head.encode() + content)
         return connection
+
+    @property
+    def num_connections(self) -> int:
+        """Those that are open now."""
+        return len(self._uvicorn.server_state.connections)
 
     def metric(self, name: str) -> float:
         """The sum over its labels that are asked for: the line's beginning."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from gptoss_openai.chat import ChatAnswer
 from gptoss_openai.ensemble import Reply
 
 from .fakes import ANSWER, MESSAGES, MODEL, Stack, Step, eventually, running
@@ -310,12 +311,30 @@ def test_a_slow_reader_holds_up_the_ensemble_and_nobody_else() -> None:
 def test_who_reads_nothing_is_gone() -> None:
     with running(slow_reader_seconds=0.3) as stack:
         stack.fake.script = lambda _: LONG
-        with stack.connect({"stream": True}):
-            name = 'gptoss:gateway_cut_answers_total{reason="slow_reader"}'
-            eventually(lambda: stack.metric(name) == 1, 10)
+        with stack.connect({"stream": True}) as client:
+            # By the gateway's clock or the kernel's.
+            eventually(lambda: stack.metric("gptoss:gateway_cut_answers_total") == 1, 10)
             eventually(lambda: stack.fake.num_cancelled == 1, 5)
             stack.fake.script = lambda _: ANSWER
             assert stack.chat().status == 200
+            # The kernel lets go of what was written and never read.
+            eventually(lambda: stack.metric("gptoss:gateway_open_requests") == 1, 5)
+            eventually(lambda: not stack.num_connections, 10)
+            assert client.recv(100)
+
+
+def test_who_reads_a_little_now_and_then_is_gone() -> None:
+    with running(slow_reader_seconds=0.3) as stack:
+        stack.fake.script = lambda _: LONG
+        name = 'gptoss:gateway_cut_answers_total{reason="slow_reader"}'
+        with stack.connect({"stream": True}) as client:
+
+            def is_cut() -> bool:
+                client.recv(400)
+                return stack.metric(name) == 1
+
+            eventually(is_cut, 20)
+            eventually(lambda: stack.fake.num_cancelled == 1, 5)
 
 
 def test_answers_that_are_cut_end_with_an_error(stack: Stack) -> None:
@@ -351,6 +370,29 @@ def test_an_ensemble_that_is_gone_is_503() -> None:
         answer = stack.chat()
         assert (answer.status, answer.error["code"]) == (503, "unavailable")
         assert stack.request("/health").status == 503
+
+
+def test_an_ensemble_that_was_started_again_is_found_again() -> None:
+    with running() as stack:
+        for _ in range(3):
+            assert stack.chat(stream=True).status == 200
+            stack.restart_ensemble()
+            assert stack.chat().status == 200
+
+
+@pytest.mark.parametrize("name", ["push", "whole"])
+def test_a_bug_is_a_500_or_an_error_event(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(ChatAnswer, name, broken)
+    answer = stack.chat(stream=name == "push")
+    assert (answer.status, answer.error["code"]) == (500, "internal_error")
+    assert stack.fake.num_cancelled
+    monkeypatch.setattr(ChatAnswer, "__init__", broken)
+    assert stack.chat().error["message"] == "the gateway failed; its log says how"
 
 
 def test_an_ensemble_that_dies_in_a_stream_is_an_error_event() -> None:

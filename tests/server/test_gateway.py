@@ -19,7 +19,7 @@ import pytest
 from openai import OpenAI
 
 from gptoss_backend import gateway as gateways
-from gptoss_backend.gateway import Gateway, listen, load_gateway
+from gptoss_backend.gateway import Gateway, bind, load_gateway
 from gptoss_backend.installation import ServerError
 from gptoss_backend.server import Ports, TritonServer
 
@@ -53,7 +53,7 @@ def gateway(server: TritonServer, tmp_path_factory: pytest.TempPathFactory) -> I
 
 def _gateway(server: TritonServer, log: Path, **settings: Any) -> Gateway:
     settings = {"url": server.ports.url("grpc"), "model_name": MODEL, **settings}
-    return Gateway("openai", settings, listen("127.0.0.1", 0, "--port"), log)
+    return Gateway("openai", settings, bind("127.0.0.1", 0, "--port"), log)
 
 
 @pytest.fixture
@@ -364,10 +364,10 @@ def test_a_gateway_dies_with_its_parent(
     program = f"""
 import sys
 from pathlib import Path
-from gptoss_backend.gateway import Gateway, listen
+from gptoss_backend.gateway import Gateway, bind
 settings = {{"url": {server.ports.url("grpc")!r}}}
 log = Path({str(tmp_path / "log")!r})
-gateway = Gateway("openai", settings, listen("127.0.0.1", 0, "--port"), log)
+gateway = Gateway("openai", settings, bind("127.0.0.1", 0, "--port"), log)
 gateway.start()
 gateway.wait_ready(60)
 print(gateway.url, flush=True)
@@ -428,7 +428,7 @@ def test_a_port_in_use_is_a_sentence() -> None:
         with pytest.raises(
             ServerError, match=f"cannot use port {port} on 127.0.0.1 .* --openai-port"
         ):
-            listen("127.0.0.1", port, "--openai-port")
+            bind("127.0.0.1", port, "--openai-port")
 
 
 def test_a_gateway_that_is_not_installed_is_a_sentence() -> None:

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from gptoss_backend.cli import gateway_flags as flags
-from gptoss_backend.gateway import listen
+from gptoss_backend.gateway import bind
 from gptoss_engine.config import EngineConfig
 
 
@@ -38,6 +38,6 @@ def gateway(
         drain_seconds=drain_seconds,
     )
     program = flags.load_checked(settings)
-    with listen(host, port, "--port") as listener:
+    with bind(host, port, "--port") as listener:
         typer.echo(f"listening: OpenAI http://{host}:{port}/v1, in front of {url}")
         program.serve(settings, listener)

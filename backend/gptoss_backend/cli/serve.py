@@ -4,6 +4,7 @@ Beside it runs OpenAI's API, in a process of its own (gateway.py).
 """
 
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from rich.console import Console
 from gptoss_backend.cli import gateway_flags as flags
 from gptoss_backend.cli.errors import CommandFailed
 from gptoss_backend.cli.options import with_engine_config
-from gptoss_backend.gateway import Gateway, listen
+from gptoss_backend.gateway import Gateway, bind
 from gptoss_backend.pulse import Pulse
 from gptoss_backend.server import Ports, TritonServer
 from gptoss_engine.config import EngineConfig
@@ -77,13 +78,15 @@ def serve(
         slow_reader_seconds=openai_slow_reader_seconds,
         drain_seconds=drain_seconds + _LAST_WORDS_SECONDS,
     )
+    listener = None
     if openai:
         flags.load_checked(settings)
+        listener = bind(host, openai_port, "--openai-port")
     stopping = _stop_on_signals()
     with TritonServer(config, ports, log_file and log_file.absolute()) as server:
         if not _wait_ready(server, start_seconds, console, stopping):
             return
-        with _gateway(server, settings, host, openai_port if openai else None) as running:
+        with _gateway(server, settings, listener) as running:
             typer.echo(
                 f"ready: HTTP http://{ports.url('http')}, gRPC {ports.url('grpc')}, "
                 f"metrics http://{ports.url('metrics')}/metrics, "
@@ -104,13 +107,12 @@ def serve(
 
 @contextmanager
 def _gateway(
-    server: TritonServer, settings: dict[str, Any], host: str, port: int | None
+    server: TritonServer, settings: dict[str, Any], listener: socket.socket | None
 ) -> Iterator[Gateway | None]:
-    """OpenAI's API on `port`, ready; none without one."""
-    if port is None:
+    """OpenAI's API on `listener`, ready; none without one."""
+    if listener is None:
         yield None
         return
-    listener = listen(host, port, "--openai-port")
     with Gateway(flags.NAME, settings, listener, server.log_path) as running:
         running.wait_ready(_GATEWAY_SECONDS)
         yield running
