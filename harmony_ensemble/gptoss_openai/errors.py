@@ -45,9 +45,14 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        if self.status == 503:
-            return {"retry-after": str(RETRY_SECONDS)}
-        return {"www-authenticate": "Bearer"} if self.status == 401 else {}
+        match self.status:
+            case 401:
+                return {"www-authenticate": "Bearer"}
+            case 408 | 413:  # There may be more of the body to come.
+                return {"connection": "close"}
+            case 503:
+                return {"retry-after": str(RETRY_SECONDS)}
+        return {}
 
     def body(self) -> dict[str, Any]:
         kind = "server_error" if self.status >= 499 else "invalid_request_error"

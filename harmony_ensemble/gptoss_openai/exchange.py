@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping,
 from contextlib import aclosing
 from typing import Any, Protocol
 
+from gptoss_harmony.types import shown
 from gptoss_openai.config import GatewayConfig
 from gptoss_openai.ensemble import Ensemble, Reply
 from gptoss_openai.errors import ApiError, Names
@@ -124,7 +125,7 @@ def check_model(model: Any, served: str) -> None:
     if model != served:
         raise ApiError(
             404,
-            f"the model {model!r} does not exist here; {served!r} does",
+            f"the model {shown(model)} does not exist here; {shown(served)} does",
             param="model",
             code="model_not_found",
         )
@@ -156,10 +157,9 @@ async def read_body(scope: Scope, receive: Receive, config: GatewayConfig) -> by
         raise ApiError(413, f"the body must be at most {limit} bytes", code="body_too_large")
     if kind != b"application/json":
         # A web page may send other kinds without asking first (CORS).
-        shown = kind.decode("latin-1") or "none"
         raise ApiError(
             415,
-            f"the header Content-Type must be application/json, got {shown}",
+            f"the header Content-Type must be application/json, got {kind.decode('latin-1')!r}",
             code="unsupported_media_type",
         )
     return b"".join(parts)

@@ -117,7 +117,7 @@ def read_fields(
     own: Collection[str],
     unbuilt: Mapping[str, tuple[Any, ...]],
 ) -> Inputs:
-    """The inputs that `fields` make of the body, where null is not given.
+    """The inputs that `fields` make of the body, where null, or no text, is not given.
 
     own: fields that the caller reads. unbuilt: by name, the values that ask for nothing.
     """
@@ -126,8 +126,9 @@ def read_fields(
         if name in own or name in HARMLESS:
             continue
         if name in fields:
-            if value is not None:
-                inputs[fields[name].input] = fields[name].convert(name, value)
+            converted = None if value is None else fields[name].convert(name, value)
+            if converted is not None and converted != []:
+                inputs[fields[name].input] = converted
         elif name in unbuilt:
             refuse_unbuilt(name, value, unbuilt[name])
         else:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gptoss_harmony.types import shown
 from gptoss_openai.errors import ApiError
 from gptoss_openai.events import as_bytes
 
@@ -72,10 +73,10 @@ class ResponseStore:
 def not_found(response_id: str, *, param: str | None = None) -> ApiError:
     """400 where a request's field names it, 404 where the path does."""
     if param is None:
-        return ApiError(404, f"no response {response_id!r} is stored", code="not_found")
+        return ApiError(404, f"no response {shown(response_id)} is stored", code="not_found")
     return ApiError(
         400,
-        f"{param} names no stored response, got {response_id!r}",
+        f"{param} names no stored response, got {shown(response_id)}",
         param=param,
         code="previous_response_not_found",
     )

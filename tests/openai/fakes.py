@@ -160,9 +160,13 @@ def _fill(response: Any, reply: Reply) -> None:
 
 
 class Stack:
-    """A gateway before a FakeEnsemble, both in one thread's event loop."""
+    """A gateway before a FakeEnsemble, both in one thread's event loop.
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    is_tuned: whether its socket has the options that a gateway's has.
+    """
+
+    def __init__(self, config: dict[str, Any], *, is_tuned: bool) -> None:
+        self._is_tuned = is_tuned
         self.fake = FakeEnsemble()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
@@ -177,7 +181,8 @@ class Stack:
         self.loop = asyncio.get_running_loop()
         self._ensemble, port = await self._start_ensemble(0)
         gateway_config = GatewayConfig(url=f"127.0.0.1:{port}", **self._config)
-        tune(self._listener, gateway_config)
+        if self._is_tuned:
+            tune(self._listener, gateway_config)
         self.gateway = Gateway(gateway_config)
         config = uvicorn.Config(
             self.gateway.app, lifespan="on", log_config=None, timeout_graceful_shutdown=5
@@ -292,8 +297,8 @@ def events_of(body: bytes) -> list[Any]:
 
 
 @contextmanager
-def running(**config: Any) -> Iterator[Stack]:
-    stack = Stack(config)
+def running(*, is_tuned: bool = True, **config: Any) -> Iterator[Stack]:
+    stack = Stack(config, is_tuned=is_tuned)
     stack.start()
     try:
         yield stack

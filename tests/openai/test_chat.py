@@ -86,6 +86,7 @@ def test_parameters_map_one_to_one() -> None:
 def test_null_is_not_given() -> None:
     names = ("temperature", "stop", "tools", "n", "seed", "max_tokens", "functions", "stream")
     assert set(_chat(**dict.fromkeys(names)).inputs) == {"messages", "stream"}
+    assert set(_chat(stop=[]).inputs) == {"messages", "stream"}
 
 
 def test_harmless_fields_are_accepted() -> None:

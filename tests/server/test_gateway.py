@@ -22,8 +22,10 @@ from gptoss_backend import gateway as gateways
 from gptoss_backend.gateway import Gateway, bind, load_gateway
 from gptoss_backend.installation import ServerError
 from gptoss_backend.server import Ports, TritonServer
+from gptoss_engine.config import EngineConfig
 
 from .clients import Client, eventually
+from .conftest import START_SECONDS
 from .test_ensemble import QUESTION, WEATHER_TOOL
 
 MODEL = "gpt-oss-demo"
@@ -40,6 +42,7 @@ ENDLESS: dict[str, Any] = {
     "messages": ASK["messages"],
     "extra_body": {"ignore_eos": True},
 }
+_DEADLINE_SECONDS = 3.0
 _RUNNING = "vllm:num_requests_running"
 
 
@@ -200,6 +203,33 @@ class TestErrors:
             openai_client.chat.completions.create(**{**ASK, **fields, "stream": stream})
         assert refusal.value.param == param
         assert code is None or refusal.value.code == code
+
+    def test_a_full_engine_is_503_and_a_deadline_499(self, tmp_path: Path) -> None:
+        config = EngineConfig(
+            max_num_seqs=1, max_waiting_requests=0, default_timeout_seconds=_DEADLINE_SECONDS
+        )
+        with (
+            TritonServer(config, Ports.free()) as small,
+            _gateway(small, tmp_path / "log") as running,
+            OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as connected,
+        ):
+            small.wait_ready(START_SECONDS)
+            running.wait_ready(60)
+            create = connected.chat.completions.create
+            chunks = iter(create(**ENDLESS, stream=True))
+            next(chunks)
+            for stream in (False, True):
+                with pytest.raises(openai.InternalServerError, match="try again later") as refusal:
+                    create(**{**ENDLESS, "stream": stream})
+                assert refusal.value.status_code == 503
+                assert refusal.value.response.headers["retry-after"] == "1"
+            with pytest.raises(openai.APIError, match="deadline has passed") as cut:
+                for _ in chunks:
+                    pass
+            assert cut.value.code == "cancelled"
+            with pytest.raises(openai.APIStatusError) as whole:
+                create(**ENDLESS)
+            assert (whole.value.status_code, whole.value.code) == (499, "cancelled")
 
     def test_keys(self, server: TritonServer, client: Client, tmp_path: Path) -> None:
         with _gateway(server, tmp_path / "log", api_keys=["right"]) as running:
