@@ -26,6 +26,9 @@ _EOF = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
 _CHANNEL = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
+    # What is read ahead of a client who reads slowly: gRPC's own estimate was 5 MB a stream.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 2**16),
     # A server that was restarted is found again at once.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1000),
