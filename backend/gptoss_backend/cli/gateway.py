@@ -39,5 +39,6 @@ def gateway(
     )
     program = flags.load_checked(settings)
     with bind(host, port, "--port") as listener:
+        listener.listen()  # Who reads the line below may connect.
         typer.echo(f"listening: OpenAI http://{host}:{port}/v1, in front of {url}")
         program.serve(settings, listener)
