@@ -1,6 +1,6 @@
 # Each target sets up what it needs in .venv; a second start takes seconds.
 #   make chat [PROMPT="What is 17 + 25?"] [MODEL=folder]     a tritonserver and a chat with it
-#   make serve [MODEL=…] [HTTP_PORT=…] [GRPC_PORT=…]         the whole stack, in the foreground
+#   make serve [MODEL=…] [HTTP_PORT=…] [OPENAI_PORT=…]       the whole stack, in the foreground
 #   make test                                                every gate and test
 #   make check                                               the same without the server: pre-commit
 #   make bench                                               server against bare engine
@@ -11,6 +11,7 @@ MODEL ?= demo
 HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
+OPENAI_PORT ?= 9000
 VENV := .venv
 GPTOSS := $(VENV)/bin/gptoss
 
@@ -21,16 +22,16 @@ export PROMPT
 .DELETE_ON_ERROR:
 
 $(VENV)/installed: pyproject.toml scripts/setup
-	PYTHON="$(PYTHON)" TORCH="$(TORCH)" scripts/setup $(VENV) server
+	PYTHON="$(PYTHON)" TORCH="$(TORCH)" scripts/setup $(VENV) server,openai
 $(VENV)/installed-dev: $(VENV)/installed
-	PYTHON="$(PYTHON)" TORCH="$(TORCH)" scripts/setup $(VENV) server,dev
+	PYTHON="$(PYTHON)" TORCH="$(TORCH)" scripts/setup $(VENV) server,openai,dev
 
 chat: $(VENV)/installed
 	@$(GPTOSS) chat --model "$(MODEL)" $(if $(PROMPT),-- "$$PROMPT")
 
 serve: $(VENV)/installed
 	@$(GPTOSS) serve --model "$(MODEL)" --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) \
-	  --metrics-port $(METRICS_PORT)
+	  --metrics-port $(METRICS_PORT) --openai-port $(OPENAI_PORT)
 
 test check: $(VENV)/installed-dev
 	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" scripts/check $(if $(filter check,$@),--fast)

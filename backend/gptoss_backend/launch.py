@@ -20,11 +20,16 @@ def shared_memory_prefix(pid: int) -> str:
     return f"gptoss_{namespace}_{pid}_"
 
 
+def tie_to(parent: int) -> None:
+    """This process gets SIGTERM when its parent's thread dies; it ends if that has happened."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        sys.exit("the process that asked for this server has died")  # before it could be watched
+
+
 def main() -> None:
     parent, server, *arguments = sys.argv[1:]
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != int(parent):
-        sys.exit("the process that asked for this server has died")  # before it could be watched
+    tie_to(int(parent))
     prefix = shared_memory_prefix(os.getpid())
     arguments.append(f"--backend-config=python,shm-region-prefix-name={prefix}")
     os.execv(server, [server, *arguments])

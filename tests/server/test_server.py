@@ -198,7 +198,7 @@ cli.main()
     command = [
         *(sys.executable, "-c", program, "serve"),
         *("--http-port", str(ports.http), "--grpc-port", str(ports.grpc)),
-        *("--metrics-port", str(ports.metrics), "--log-file", str(log)),
+        *("--metrics-port", str(ports.metrics), "--log-file", str(log), "--no-openai"),
         *options,
     ]
     with subprocess.Popen(

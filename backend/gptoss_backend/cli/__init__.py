@@ -15,6 +15,7 @@ from gptoss_backend.cli.chat import chat
 from gptoss_backend.cli.convert import convert
 from gptoss_backend.cli.errors import CommandFailed, say
 from gptoss_backend.cli.evaluate import evaluate
+from gptoss_backend.cli.gateway import gateway
 from gptoss_backend.cli.generate import generate
 from gptoss_backend.cli.inspect import inspect
 from gptoss_backend.cli.make_checkpoint import make_checkpoint
@@ -31,7 +32,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-commands = (serve, chat, generate, inspect, convert, make_checkpoint, evaluate, build_kernels)
+commands = (
+    *(serve, gateway, chat, generate, inspect, convert, make_checkpoint, evaluate),
+    build_kernels,
+)
 for command in commands:
     app.command()(command)
 app.add_typer(bench.app, name="bench")

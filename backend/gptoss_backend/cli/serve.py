@@ -1,21 +1,32 @@
-"""`gptoss serve`: a tritonserver in the foreground, until a signal drains and stops it."""
+"""`gptoss serve`: a tritonserver in the foreground, until a signal drains and stops it.
+
+Beside it runs OpenAI's API, in a process of its own (gateway.py).
+"""
 
 import signal
+import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from gptoss_backend.cli import gateway_flags as flags
 from gptoss_backend.cli.errors import CommandFailed
 from gptoss_backend.cli.options import with_engine_config
+from gptoss_backend.gateway import Gateway, bind
 from gptoss_backend.pulse import Pulse
 from gptoss_backend.server import Ports, TritonServer
 from gptoss_engine.config import EngineConfig
 
 _CHECK_SECONDS = 0.5
+_GATEWAY_SECONDS = 30.0
+# After the engine has drained, what is on its way to clients still arrives.
+_LAST_WORDS_SECONDS = 5.0
 
 
 @with_engine_config
@@ -42,29 +53,83 @@ def serve(
     log_file: Annotated[
         Path | None, typer.Option(help="The server's log. [default: in a temporary folder]")
     ] = None,
+    openai: Annotated[
+        bool, typer.Option(help="Serve OpenAI's API, too.", rich_help_panel="OpenAI gateway")
+    ] = True,
+    openai_port: flags.Port = flags.DEFAULT_PORT,
+    openai_model_name: flags.ModelName = None,
+    openai_key_file: flags.KeyFile = None,
+    openai_cors_origin: flags.CorsOrigins = None,
+    openai_max_body: flags.MaxBody = flags.DEFAULT_MAX_BODY_MIB,
+    openai_max_stored: flags.MaxStored = flags.DEFAULT_MAX_STORED,
+    openai_slow_reader_seconds: flags.SlowReader = flags.DEFAULT_SLOW_READER_SECONDS,
     config: EngineConfig,
 ) -> None:
     """Start tritonserver with the ensemble `gpt_oss`, and keep it until SIGTERM or Ctrl-C."""
     console = Console(stderr=True)
     ports = Ports(http_port, grpc_port, metrics_port, host)
+    settings = flags.gateway_settings(
+        url=ports.url("grpc"),
+        model_name=openai_model_name or flags.default_model_name(config),
+        key_file=openai_key_file,
+        cors_origin=openai_cors_origin,
+        max_body=openai_max_body,
+        max_stored=openai_max_stored,
+        slow_reader_seconds=openai_slow_reader_seconds,
+        drain_seconds=drain_seconds + _LAST_WORDS_SECONDS,
+    )
+    listener = None
+    if openai:
+        flags.load_checked(settings)
+        listener = bind(host, openai_port, "--openai-port")
     stopping = _stop_on_signals()
     with TritonServer(config, ports, log_file and log_file.absolute()) as server:
         if not _wait_ready(server, start_seconds, console, stopping):
             return
-        typer.echo(
-            f"ready: HTTP http://{ports.url('http')}, gRPC {ports.url('grpc')}, "
-            f"metrics http://{ports.url('metrics')}/metrics, log {server.log_path}"
-        )
-        with Pulse(server, probe_seconds) as pulse:
-            while not stopping.wait(_CHECK_SECONDS):
-                server.check()
-                pulse.check()
-        console.print(f"draining for at most {drain_seconds:g} seconds; a second signal ends it")
-        started = time.monotonic()
-        if not server.drain(drain_seconds):
-            raise CommandFailed(
-                f"some generations were cut after {time.monotonic() - started:.1f} seconds"
+        with _gateway(server, settings, listener) as running:
+            typer.echo(
+                f"ready: HTTP http://{ports.url('http')}, gRPC {ports.url('grpc')}, "
+                f"metrics http://{ports.url('metrics')}/metrics, "
+                + (f"OpenAI {running.url}/v1, " if running else "")
+                + f"log {server.log_path}"
             )
+            with Pulse(server, probe_seconds) as pulse:
+                while not stopping.wait(_CHECK_SECONDS):
+                    server.check()
+                    pulse.check()
+                    if running:
+                        running.check()
+            console.print(
+                f"draining for at most {drain_seconds:g} seconds; a second signal ends it"
+            )
+            _drain(server, running, drain_seconds)
+
+
+@contextmanager
+def _gateway(
+    server: TritonServer, settings: dict[str, Any], listener: socket.socket | None
+) -> Iterator[Gateway | None]:
+    """OpenAI's API on `listener`, ready; none without one."""
+    if listener is None:
+        yield None
+        return
+    with Gateway(flags.NAME, settings, listener, server.log_path) as running:
+        running.wait_ready(_GATEWAY_SECONDS)
+        yield running
+
+
+def _drain(server: TritonServer, running: Gateway | None, seconds: float) -> None:
+    """The gateway takes no more requests while the engine finishes those that it has."""
+    started = time.monotonic()
+    if running:
+        running.end()
+    has_finished = server.drain(seconds)
+    if running:
+        running.stop(_LAST_WORDS_SECONDS)
+    if not has_finished:
+        raise CommandFailed(
+            f"some generations were cut after {time.monotonic() - started:.1f} seconds"
+        )
 
 
 def _stop_on_signals() -> threading.Event:

@@ -1,0 +1,69 @@
+"""What the gateway is configured with: read once, unknown keys refused."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from gptoss_harmony.types import nearest
+
+
+class InvalidGateway(ValueError):
+    """A wrong key or value: the sentence names it and what would be right."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayConfig:
+    """url: host:port of the tritonserver's gRPC. model_name: what clients call the model.
+
+    api_keys: who has none of them is refused; none at all lets everybody in.
+    cors_origins: the web pages that may ask, such as https://chat.example; `*` is any.
+    max_body_bytes, body_seconds: of a request, and how long it may take to arrive.
+    max_open_requests: those above it are refused with 503; the engine has limits of its own.
+    slow_reader_seconds: who takes nothing of a waiting answer for so long is gone.
+    max_stored_responses, max_stored_bytes: what `previous_response_id` may name; the oldest goes.
+    drain_seconds: what open answers get once the gateway is told to stop.
+    """
+
+    url: str = "127.0.0.1:8001"
+    model_name: str = "gpt-oss-demo"
+    api_keys: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    max_body_bytes: int = 8 * 2**20
+    body_seconds: float = 60.0
+    max_open_requests: int = 2048
+    slow_reader_seconds: float = 30.0
+    max_stored_responses: int = 1000
+    max_stored_bytes: int = 256 * 2**20
+    drain_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not self.model_name:
+            raise InvalidGateway("model_name must not be empty")
+        for name in ("api_keys", "cors_origins"):
+            if not all(getattr(self, name)):
+                raise InvalidGateway(f"{name} must not hold an empty text")
+        for name, least in (
+            ("max_body_bytes", 1),
+            ("max_open_requests", 1),
+            ("body_seconds", 0.1),
+            ("slow_reader_seconds", 0.1),
+            ("max_stored_responses", 0),
+            ("max_stored_bytes", 0),
+            ("drain_seconds", 0),
+        ):
+            value = getattr(self, name)
+            if not value >= least:
+                raise InvalidGateway(f"{name} must be at least {least}, got {value}")
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> Self:
+        """From parsed JSON: lists become tuples."""
+        known = [field.name for field in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise InvalidGateway(f"unknown key {name!r}{nearest(name, known)}")
+        given: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in values.items()
+        }
+        return cls(**given)

@@ -1,0 +1,198 @@
+"""The ensemble over gRPC: inputs by name in, replies out, as they come.
+
+tritonclient's generated stub and messages, without its wrappers of numpy arrays: a request is made
+and a response is read where it lies, which keeps the gateway's share of the first token small. For
+the same reason a stream stays open for the next request: to open one takes a millisecond.
+"""
+
+import asyncio
+import json
+import struct
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from gptoss_openai.errors import ApiError, Names, from_sentence
+from gptoss_openai.parameters import Inputs, Value
+
+MODEL = "gpt_oss"
+
+_MOST_IDLE_STREAMS = 64
+_READY_SECONDS = 2.0
+_EOF = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
+_CHANNEL = (
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    # What is read ahead of a client who reads slowly: gRPC's own estimate was 5 MB a stream.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 2**16),
+    # A server that was restarted is found again at once.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One response of the ensemble; texts and counts are those of this response.
+
+    tool_calls: OpenAI's deltas. logprobs: OpenAI's entries, one a token of `text`.
+    finish_reason: empty but on the last.
+    """
+
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    finish_reason: str = ""
+    index: int = 0
+    num_input_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    num_reasoning_tokens: int = 0
+
+
+class Ensemble:
+    """One connection to the tritonserver at `url` (host:port), made within a running loop."""
+
+    def __init__(self, url: str) -> None:
+        is_local = url.startswith(("127.0.0.1:", "localhost:", "[::1]:"))
+        # A proxy that the environment names is no way to this machine.
+        options = (*_CHANNEL, ("grpc.enable_http_proxy", 0)) if is_local else _CHANNEL
+        self._channel = grpc.aio.insecure_channel(url, options=options)
+        self._stub: Any = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._idle: list[Any] = []
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def is_ready(self) -> bool:
+        request = _messages("ModelReadyRequest")(name=MODEL)
+        try:
+            return (await self._stub.ModelReady(request, timeout=_READY_SECONDS)).ready
+        except grpc.RpcError:
+            return False
+
+    async def ask(self, inputs: Inputs, names: Names) -> AsyncGenerator[Reply, None]:
+        """The replies to one request; ApiError when it is refused or fails.
+
+        Whoever closes the generator before its end, or is cancelled in it, aborts the generation.
+        """
+        request = _request(inputs)
+        call, response = await self._open(request)
+        is_over = False
+        try:
+            while True:
+                if response is _EOF:
+                    raise ApiError(503, "the model's server has closed the stream: try again")
+                if response.error_message:
+                    raise from_sentence(response.error_message, names)
+                infer = response.infer_response
+                is_over = infer.parameters["triton_final_response"].bool_param
+                if infer.outputs:
+                    yield _reply(infer)
+                if is_over:
+                    return
+                response = await call.read()
+        except grpc.aio.AioRpcError as error:
+            raise _failure(error.code(), error.details()) from None
+        finally:
+            if is_over and len(self._idle) < _MOST_IDLE_STREAMS:
+                self._idle.append(call)
+            else:
+                call.cancel()
+
+    async def _open(self, request: Any) -> tuple[Any, Any]:
+        """A stream on which the request was sent, and the first response to it.
+
+        An idle stream may have broken meanwhile, which shows only now.
+        """
+        while True:
+            is_idle = bool(self._idle)
+            call = self._idle.pop() if is_idle else self._stub.ModelStreamInfer()
+            try:
+                await call.write(request)
+                response = await call.read()
+            except asyncio.InvalidStateError:  # It had failed before it was written to.
+                if not is_idle:
+                    details = await call.details()
+                    raise _failure(await call.code(), details) from None
+            except grpc.aio.AioRpcError as error:
+                if not is_idle:
+                    raise _failure(error.code(), error.details()) from None
+            except BaseException:
+                call.cancel()
+                raise
+            else:
+                if response is not _EOF or not is_idle:
+                    return call, response
+
+
+def _failure(code: grpc.StatusCode, details: str | None) -> ApiError:
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+        return ApiError(503, f"the model's server cannot be reached: {details}")
+    return ApiError(500, f"the model's server failed: {details}")
+
+
+def _messages(name: str) -> Callable[..., Any]:
+    """A message of the protocol: the generated module has no types."""
+    return getattr(service_pb2, name)
+
+
+def _request(inputs: Inputs) -> Any:
+    request = _messages("ModelInferRequest")(model_name=MODEL)
+    # So that the end of an answer shows, and the stream can be used again.
+    request.parameters["triton_enable_empty_final_response"].bool_param = True
+    for name, value in inputs.items():
+        datatype, shape, content = _tensor(name, value)
+        request.inputs.add(name=name, datatype=datatype, shape=[shape])
+        request.raw_input_contents.append(content)
+    return request
+
+
+def _tensor(name: str, value: Value) -> tuple[str, int, bytes]:
+    match value:
+        case bytes():
+            return "BYTES", 1, _sized(value)
+        case list():
+            return "BYTES", len(value), b"".join(map(_sized, value))
+        case bool():
+            return "BOOL", 1, struct.pack("<?", value)
+        case int() if name == "seed":
+            return "UINT64", 1, struct.pack("<Q", value)
+        case int():
+            return "INT32", 1, struct.pack("<i", value)
+        case float():
+            return "FP32", 1, struct.pack("<f", value)
+
+
+def _sized(content: bytes) -> bytes:
+    return struct.pack("<I", len(content)) + content
+
+
+def _reply(response: Any) -> Reply:
+    contents = response.raw_output_contents
+    outputs: dict[str, Any] = {
+        output.name: contents[place][4:].decode()
+        if output.datatype == "BYTES"
+        else int.from_bytes(contents[place], "little")
+        for place, output in enumerate(response.outputs)
+        if output.name != "cumulative_logprob"
+    }
+    calls, logprobs = outputs["tool_calls"], outputs["logprobs"]
+    return Reply(
+        text=outputs["text_output"],
+        reasoning=outputs["reasoning_output"],
+        tool_calls=[] if calls == "[]" else json.loads(calls),
+        logprobs=[] if logprobs == "[]" else json.loads(logprobs),
+        finish_reason=outputs["finish_reason"],
+        index=outputs["index"],
+        num_input_tokens=outputs["num_input_tokens"],
+        num_cached_tokens=outputs["num_cached_tokens"],
+        num_output_tokens=outputs["num_output_tokens"],
+        num_reasoning_tokens=outputs["num_reasoning_tokens"],
+    )

@@ -1,0 +1,114 @@
+"""Every failure as OpenAI's clients know it: a status, and message, type, param and code as JSON.
+
+The ensemble's codes are INVALID_ARG, UNSUPPORTED (both 400), UNAVAILABLE (503, with Retry-After),
+CANCELLED (499) and INTERNAL (500). A gRPC stream brings its sentences without them (the header
+that would ask for codes makes tritonserver 2.51 crash), so sentences are told apart here.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+RETRY_SECONDS = 1
+
+_CODES = {400: "invalid_value", 499: "cancelled", 500: "internal_error", 503: "unavailable"}
+_ENSEMBLE = re.compile(r"^in ensemble '[^']*', ")
+_NAME = re.compile(r"[a-z_]+")
+_MESSAGE = re.compile(r"messages\[(\d+)\]")
+# How the engine, and tritonserver itself, say that the same request may succeed later.
+_UNAVAILABLE = re.compile(
+    r": try again later$|^the engine (is draining|is stopped|failed|loop failed)"
+    r"|^Request for unknown model|is not ready|^Server is stopping"
+)
+_TOO_LONG = re.compile(r"^the prompt \(input_ids\) must hold at most")
+# How a sentence begins that refuses a field: with the name of the ensemble's input.
+_REFUSED = re.compile(
+    r"^(messages|text_input|raw_prompt|tools|tool_choice|parallel_tool_calls|response_format"
+    r"|reasoning_effort|stop_words|max_tokens|min_tokens|temperature|top_[pk]|min_p|seed|n"
+    r"|ignore_eos|return_logprobs|top_logprobs|logit_bias|priority|stop_token_ids"
+    r"|(repetition|presence|frequency)_penalty|exclude_input_in_output)[\[. ]"
+)
+_UNBUILT = re.compile(r"\bis not (built|supported)\b")
+
+
+class ApiError(Exception):
+    """status: HTTP's. param: the field of the client's request that it is about."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code or _CODES.get(status)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        match self.status:
+            case 401:
+                return {"www-authenticate": "Bearer"}
+            case 408 | 413:  # There may be more of the body to come.
+                return {"connection": "close"}
+            case 503:
+                return {"retry-after": str(RETRY_SECONDS)}
+        return {}
+
+    def body(self) -> dict[str, Any]:
+        kind = "server_error" if self.status >= 499 else "invalid_request_error"
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+def invalid(param: str, rest: str) -> ApiError:
+    """`rest` continues the field's name: "must be …, got …"."""
+    return ApiError(400, f"{param} {rest}", param=param)
+
+
+def unsupported(param: str, rest: str) -> ApiError:
+    return ApiError(400, f"{param} {rest}", param=param, code="unsupported_parameter")
+
+
+class Names:
+    """What a client calls the ensemble's inputs, so that a refusal names what it sent.
+
+    prompt: its field that holds the prompt. fields: its names by the ensemble's, where they
+    differ. messages: where each of the chat's messages came from, such as "input[2]".
+    """
+
+    def __init__(
+        self, prompt: str, fields: Mapping[str, str] | None = None, messages: Sequence[str] = ()
+    ) -> None:
+        self.prompt = prompt
+        self._fields = fields or {}
+        self._messages = messages
+
+    def refusal(self, sentence: str, *, code: str | None = None) -> ApiError:
+        """400 with a sentence that begins with an input's name, or a path into it."""
+        if not _REFUSED.match(sentence):
+            return ApiError(400, sentence, code=code)
+        path, _, rest = sentence.partition(" ")
+        param = self._renamed(path)
+        return ApiError(400, f"{param} {rest}", param=param, code=code)
+
+    def _renamed(self, path: str) -> str:
+        if self._messages and (place := _MESSAGE.match(path)):
+            return self._messages[int(place[1])] + path[place.end() :]
+        name = _NAME.match(path)
+        assert name is not None
+        path = self._fields.get(name[0], name[0]) + path[name.end() :]
+        # The Responses API has a tool's function in the tool itself.
+        return path.replace("].function", "]", 1) if self.prompt == "input" else path
+
+
+def from_sentence(text: str, names: Names) -> ApiError:
+    """What the ensemble refused or failed with, by its sentence alone."""
+    sentence = _ENSEMBLE.sub("", text)
+    if _UNAVAILABLE.search(sentence):
+        return ApiError(503, sentence)
+    if _TOO_LONG.match(sentence):
+        return ApiError(400, sentence, param=names.prompt, code="context_length_exceeded")
+    if _REFUSED.match(sentence):
+        code = "unsupported_parameter" if _UNBUILT.search(sentence) else None
+        return names.refusal(sentence, code=code)
+    return ApiError(500, sentence)

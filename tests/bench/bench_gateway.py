@@ -1,0 +1,109 @@
+"""What the OpenAI gateway adds to the first token, over the ensemble by gRPC, on the demo model.
+
+    python tests/bench/bench_gateway.py [--requests 300] [--url host:port --openai http://host:port]
+
+The same prompt goes both ways in turns, one token each, so that a busy machine slows both: over a
+gRPC stream that stays open (`ChatClient`), and as a streamed chat completion over a kept HTTP
+connection, until its first event. Medians, and the median of the differences; then a JSON line.
+"""
+
+import argparse
+import http.client
+import json
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from gptoss_backend.client import ChatClient
+from gptoss_backend.gateway import Gateway, bind
+from gptoss_backend.server import Ports, TritonServer
+from gptoss_engine.config import EngineConfig
+
+_WARM_UP = 10
+_HEADERS = {"Content-Type": "application/json"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--url", help="gRPC host:port of a running server")
+    parser.add_argument("--openai", help="http://host:port of the gateway before it")
+    arguments = parser.parse_args()
+    if arguments.url:
+        _measure(arguments.url, arguments.openai, arguments.requests)
+        return
+    with _stack() as (url, openai):
+        _measure(url, openai, arguments.requests)
+
+
+@contextmanager
+def _stack() -> Iterator[tuple[str, str]]:
+    with TritonServer(EngineConfig(), Ports.free()) as server, tempfile.TemporaryDirectory() as log:
+        server.wait_ready(600)
+        settings = {"url": server.ports.url("grpc")}
+        listener = bind("127.0.0.1", 0, "--port")
+        with Gateway("openai", settings, listener, Path(log) / "log") as gateway:
+            gateway.wait_ready(60)
+            yield server.ports.url("grpc"), gateway.url
+
+
+def _measure(url: str, openai: str, num_requests: int) -> None:
+    host, port = openai.removeprefix("http://").split(":")
+    connection = http.client.HTTPConnection(host, int(port))
+    connection.connect()
+    connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.request("GET", "/v1/models")
+    model = json.load(connection.getresponse())["data"][0]["id"]
+
+    def by_http(text: str) -> None:
+        body = {
+            "model": model,
+            "stream": True,
+            "max_tokens": 1,
+            "temperature": 0,
+            "messages": [{"role": "user", "content": text}],
+        }
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), _HEADERS)
+        response = connection.getresponse()
+        assert response.readline().startswith(b"data: {"), response.status
+        ended.append(time.perf_counter())
+        response.read()
+
+    def by_grpc(text: str) -> None:
+        for number, _ in enumerate(client.ask(text_input=text, max_tokens=1, temperature=0.0)):
+            if number == 0:
+                ended.append(time.perf_counter())
+
+    ended: list[float] = []
+
+    def seconds(ask: Callable[[str], None], text: str) -> float:
+        began = time.perf_counter()
+        ask(text)
+        return ended.pop() - began
+
+    with ChatClient(url) as client:
+        pairs = [
+            (seconds(by_grpc, text), seconds(by_http, text))
+            for text in (f"What is {number % 90 + 10} + 25?" for number in range(num_requests))
+        ][_WARM_UP:]
+    figures = {
+        "benchmark": "gateway",
+        "requests": len(pairs),
+        "grpc_ttft_ms": _ms([grpc for grpc, _ in pairs]),
+        "gateway_ttft_ms": _ms([http for _, http in pairs]),
+        "added_ms": _ms([http - grpc for grpc, http in pairs]),
+    }
+    print(f"| {' | '.join(figures)} |\n|{'-|' * len(figures)}")
+    print(f"| {' | '.join(map(str, figures.values()))} |\n{json.dumps(figures)}")
+
+
+def _ms(values: list[float]) -> float:
+    return round(1e3 * statistics.median(values), 2)
+
+
+if __name__ == "__main__":
+    main()
