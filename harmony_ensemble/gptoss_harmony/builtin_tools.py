@@ -1,18 +1,13 @@
 """gpt-oss's own tools, which it was trained with: offered where asked for, never executed here.
 
 A chat offers them by `{"type": "browser"}` and `{"type": "python"}` among its tools. The system
-message then describes them as openai-harmony does. A call comes out as any tool call, by the name
-that the model uses; python's argument is a program, which comes as `{"code": "…"}`.
+message then describes them (render.py). A call comes out as any tool call, by the name that the
+model uses; python's argument is a program, which comes as `{"code": "…"}`.
 """
 
-import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-from openai_harmony import ToolNamespaceConfig
-
-from gptoss_harmony.tools import render_namespace
 
 CODE_TOOL = "python"
 """The only tool whose calls are no JSON."""
@@ -27,20 +22,6 @@ FUNCTIONS: Mapping[str, tuple[str, ...]] = {
 def function_names(tools: Sequence[str]) -> tuple[str, ...]:
     """The names by which the model calls these tools."""
     return tuple(name for tool in tools for name in FUNCTIONS[tool])
-
-
-@functools.cache
-def render_builtin_tools(tools: tuple[str, ...]) -> str:
-    """The system message's section on tools, byte for byte openai-harmony's."""
-    sections = ["# Tools"]
-    for tool in sorted(tools):
-        config = getattr(ToolNamespaceConfig, tool)()
-        functions = [function.model_dump(exclude_none=True) for function in config.tools]
-        if functions:
-            sections.append(render_namespace(tool, functions, config.description or ""))
-        else:
-            sections.append(f"## {tool}\n\n{config.description}")
-    return "\n\n".join(sections)
 
 
 def code_of(arguments: str) -> str:

@@ -11,11 +11,14 @@ History is rendered so that a chat's tokens are a prefix of the next turn's:
 """
 
 import datetime
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gptoss_harmony.builtin_tools import CODE_TOOL, code_of, render_builtin_tools
-from gptoss_harmony.tools import render_tools
+from openai_harmony import ToolNamespaceConfig
+
+from gptoss_harmony.builtin_tools import CODE_TOOL, code_of
+from gptoss_harmony.tools import render_namespace, render_tools
 from gptoss_harmony.types import ChatRequest, Prompt, check_text
 from gptoss_harmony.vocabulary import (
     CALL,
@@ -68,7 +71,7 @@ def system_text(request: ChatRequest, today: datetime.date) -> str:
         "",
         f"Reasoning: {request.reasoning_effort}",
         "",
-        *((render_builtin_tools(request.builtin_tools), "") if request.builtin_tools else ()),
+        *((_render_builtin_tools(request.builtin_tools), "") if request.builtin_tools else ()),
         f"# Valid channels: {channels}. Channel must be included for every message.",
     ]
     if request.tools:
@@ -159,3 +162,17 @@ def _first_message_of_open_turn(messages: Sequence[Mapping[str, Any]]) -> int:
         if message["role"] == "user" or (is_final and message["content"]):
             return position + 1
     return 0
+
+
+@functools.cache
+def _render_builtin_tools(tools: tuple[str, ...]) -> str:
+    """The system message's section on tools, byte for byte openai-harmony's."""
+    sections = ["# Tools"]
+    for tool in sorted(tools):
+        config = getattr(ToolNamespaceConfig, tool)()
+        functions = [function.model_dump(exclude_none=True) for function in config.tools]
+        if functions:
+            sections.append(render_namespace(tool, functions, config.description or ""))
+        else:
+            sections.append(f"## {tool}\n\n{config.description}")
+    return "\n\n".join(sections)
