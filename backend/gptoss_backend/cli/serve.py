@@ -17,6 +17,7 @@ from rich.console import Console
 
 from gptoss_backend.cli import gateway_flags as flags
 from gptoss_backend.cli.errors import CommandFailed
+from gptoss_backend.cli.formats import find_format
 from gptoss_backend.cli.options import with_engine_config
 from gptoss_backend.gateway import Gateway, bind
 from gptoss_backend.pulse import Pulse
@@ -53,6 +54,9 @@ def serve(
     log_file: Annotated[
         Path | None, typer.Option(help="The server's log. [default: in a temporary folder]")
     ] = None,
+    format_name: Annotated[
+        str, typer.Option("--format", help="Of chats: harmony; raw is text in and text out.")
+    ] = "harmony",
     openai: Annotated[
         bool, typer.Option(help="Serve OpenAI's API, too.", rich_help_panel="OpenAI gateway")
     ] = True,
@@ -66,6 +70,7 @@ def serve(
     config: EngineConfig,
 ) -> None:
     """Start tritonserver with the ensemble `gpt_oss`, and keep it until SIGTERM or Ctrl-C."""
+    find_format(format_name)
     console = Console(stderr=True)
     ports = Ports(http_port, grpc_port, metrics_port, host)
     settings = flags.gateway_settings(
@@ -83,7 +88,8 @@ def serve(
         flags.load_checked(settings)
         listener = bind(host, openai_port, "--openai-port")
     stopping = _stop_on_signals()
-    with TritonServer(config, ports, log_file and log_file.absolute()) as server:
+    log_path = log_file and log_file.absolute()
+    with TritonServer(config, ports, log_path, chat_format=format_name) as server:
         if not _wait_ready(server, start_seconds, console, stopping):
             return
         with _gateway(server, settings, listener) as running:
