@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptoss_engine.sampler import Sampling
+from gptoss_engine.sampler import Guided, Sampling
 from gptoss_engine.sequence import ScheduledItem, ScheduledStep, Sequence
 from gptoss_kernels.ops import MAXIMUM_DECODE_QUERIES, Decodes
 
@@ -75,7 +75,7 @@ class Batch(Inputs):
     pending_rows, pending_seats [K] int64: the rows whose input, -1 until it is put there, was
     chosen by the step before, and its seat; due: the rows after which a token is due, a sequence's
     last token and its drafts; sample_seats [S] int64: their sequences' seats; sampling: how these
-    rows become tokens.
+    rows become tokens; guided: what some of them may become.
     """
 
     pending_rows: Tensor
@@ -83,6 +83,7 @@ class Batch(Inputs):
     due: DueRows
     sample_seats: Tensor
     sampling: Sampling
+    guided: Guided
 
     @classmethod
     def build(
@@ -128,6 +129,7 @@ class Batch(Inputs):
             ),
             sample_seats=_tensor(np.array(sample_seats, dtype=np.int64), device),
             sampling=Sampling.build(sampled, vocab_size),
+            guided=Guided.build(sampled, vocab_size),
             full=PageGroup.build([t.full for t in tables], positions, page_size, device),
             window=PageGroup.build([t.window for t in tables], positions, page_size, device),
         )

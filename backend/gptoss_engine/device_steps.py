@@ -30,9 +30,9 @@ from gptoss_engine.graphs import (
 from gptoss_engine.kv_cache import KVCache
 from gptoss_engine.model import GptOss
 from gptoss_engine.progress import tracked
-from gptoss_engine.sampler import Sampled, Sampler, Sampling, Wait
+from gptoss_engine.sampler import Guided, Sampled, Sampler, Sampling, Wait
 from gptoss_engine.sequence import PageTables, ScheduledItem, ScheduledStep, Sequence, StepOutput
-from gptoss_engine.staging import KnownPages, Part, StagedStep, Staging
+from gptoss_engine.staging import ALIGNMENT, KnownPages, Part, StagedStep, Staging
 from gptoss_engine.types import (
     MAX_LOGPROBS,
     MAX_STOP_TOKEN_IDS,
@@ -66,7 +66,7 @@ class StepPlan(NamedTuple):
     sampling, rows, seats: how the tokens after these rows [S] are chosen, and who keeps them; items
     [B, 9], words [W]: as ops.unpack_step takes them; num_rows: of all sequences; decodes, and how
     many tokens are due after them; num_columns: of the page tables; is_graph: whether there is a
-    graph of it.
+    graph of it; guided: what some of the tokens may be.
     """
 
     sampling: Sampling
@@ -79,6 +79,7 @@ class StepPlan(NamedTuple):
     num_of_decodes: int
     num_columns: int
     is_graph: bool
+    guided: Guided = Guided.none()
 
     @property
     def shape(self) -> GraphShape:
@@ -168,6 +169,10 @@ class DeviceSteps:
         self._room.full_tables.zero_()
         self._room.window_tables.zero_()
         self._staging = Staging(self._most_bytes(), device, ops.transfer)
+        # A seat's mask and its row, for a power of two of them.
+        words = -(-model.config.vocab_size // 32) + 1
+        most_guided = 1 << (seats - 1).bit_length()
+        self._masks = Staging(4 * words * most_guided + ALIGNMENT, device, ops.transfer)
 
     def _most_bytes(self) -> int:
         """Of a step with as many rows, sequences, new pages and masked tokens as there can be.
@@ -185,6 +190,7 @@ class DeviceSteps:
     def launch(self, step: ScheduledStep) -> Launched:
         """Enqueue the step, and the copy of its tokens to the host."""
         plan, sampling = self._plan(step)
+        plan = plan._replace(guided=Guided.build(_due(step), self._model.config.vocab_size))
         if self.tell is not None:
             self.tell(plan)
         outputs, rows = self._enqueue(plan)
@@ -245,9 +251,24 @@ class DeviceSteps:
             assert self._graphs is not None
             shape = plan.shape
             assert parts[:-1] == self._graph_parts[shape][:-1], "a graph reads at fixed addresses"
-            return self._graphs.replay(shape), self._graph_inputs[shape].sampling
-        sent = self._read(parts, plan.num_of_decodes)
-        return self._compute(sent, plan.num_rows, plan.decodes, plan.num_columns), sent.sampling
+            sent, outputs = self._graph_inputs[shape], self._graphs.replay(shape)
+        else:
+            sent = self._read(parts, plan.num_of_decodes)
+            outputs = self._compute(sent, plan.num_rows, plan.decodes, plan.num_columns)
+        if len(plan.guided.rows):
+            outputs = self._guide(plan.guided, sent, outputs)
+        return outputs, sent.sampling
+
+    def _guide(self, guided: Guided, sent: Sent, outputs: Outputs) -> Outputs:
+        """All tokens chosen once more, of what masks leave: a graph knows none, and of rows that
+        have none the same come again.
+        """
+        rows, masks = map(self._masks.tensor, self._masks.send(guided))
+        self._ops.mask_logits(outputs.logits, masks, rows)
+        kept = (sent.sample_seats, self._last_token_ids)
+        return outputs._replace(
+            token_ids=self._sampler.sample(outputs.logits, sent.sampling, *kept)
+        )
 
     # ---- any step ------------------------------------------------------------------------------
 
@@ -410,6 +431,10 @@ class DeviceSteps:
         # Behind a long context prefills have other kernels.
         rows = min(LONG_ROWS, config.max_num_batched_tokens, self._max_model_len)
         self.launch(self._made_up((rows,), self._max_model_len - rows)).result()
+        words = -(-self._model.config.vocab_size // 32)
+        everything = Guided(np.zeros(1, np.int32), np.full((1, words), -1, np.int32))
+        plan, _ = self._plan(self._made_up((1,)))
+        self._enqueue(plan._replace(guided=everything))
         log.info("warmed up by %d steps in %.1f s", len(steps), time.monotonic() - started)
         self._graphs = graphs
 
@@ -508,14 +533,16 @@ def _cut(rows: int, most_seqs: int, max_model_len: int) -> tuple[int, ...]:
 
 def _sampling(step: ScheduledStep, vocab_size: int) -> Sampling:
     """Of the rows after which a token is due."""
-    return Sampling.build(
-        [
-            (item.sequence, item.num_output_tokens + index)
-            for item in step.items
-            for index in range(item.num_due)
-        ],
-        vocab_size,
-    )
+    return Sampling.build(_due(step), vocab_size)
+
+
+def _due(step: ScheduledStep) -> list[tuple[Sequence, int]]:
+    """For each row after which a token is due its sequence, and how many output tokens precede."""
+    return [
+        (item.sequence, item.num_output_tokens + index)
+        for item in step.items
+        for index in range(item.num_due)
+    ]
 
 
 def _filled(sampling: Sampling, num_rows: int) -> Sampling:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from gptoss_engine.config import EngineConfig, InvalidConfig
 from gptoss_engine.decoding import Decoder
 from gptoss_engine.decoding.plain import PlainDecoder
+from gptoss_engine.guides import Guides, Matcher, guides_of
 from gptoss_engine.model_config import ModelConfig
 from gptoss_engine.page_pool import PagePool
 from gptoss_engine.replicas import Replicas
@@ -31,6 +32,7 @@ from gptoss_engine.types import (
     InvalidRequest,
     TokenChunk,
     Unavailable,
+    Unsupported,
     duplicate,
 )
 
@@ -87,6 +89,7 @@ class Engine:
     """Sequences in, chunks of tokens out, one step at a time. Not thread-safe.
 
     is_overlapped: whether each step is scheduled while the one before runs.
+    guides: compiles what a request's answer may be; None refuses it.
     clock: time.monotonic(), or a test's own; deadlines are on it.
     """
 
@@ -97,9 +100,11 @@ class Engine:
         *,
         decoder: Decoder | None = None,
         clock: Callable[[], float] = time.monotonic,
+        guides: Guides | None = None,
     ) -> None:
         self.config = config
         self.runner = runner
+        self.guides = guides
         self._clock = clock
         full = PagePool(runner.num_pages, config.page_size)
         if full.num_tokens < 2:
@@ -177,6 +182,7 @@ class Engine:
             ),
             eos_token_ids=self.runner.model_config.eos_token_ids,
             arrival_time=arrival_time,
+            matcher=self._matcher(request),
         )
 
     def add(self, request: GenerationRequest) -> None:
@@ -239,7 +245,12 @@ class Engine:
         So the device never waits for the host, as long as scheduling takes less than a step. That
         nobody ends who does not have to is taken for granted: a sequence that ends all the same
         has computed a token in vain, which `Scheduler.update` drops.
+        Where a guided sequence's token is pending, what may follow it is not known yet: nothing is
+        launched, and the device waits for the host, as in the plain loop.
         """
+        if self._out is not None and self.scheduler.waits_for_token:
+            (step, pending), self._out = self._out, None
+            return self.scheduler.update(step, pending.result())
         following = self.scheduler.schedule()
         launched = (following, self.runner.launch(following)) if following.items else None
         out, self._out = self._out, launched
@@ -263,6 +274,14 @@ class Engine:
             num_generated_tokens=scheduler.num_generated_tokens,
             num_finished=dict(scheduler.num_finished),
         )
+
+    def _matcher(self, request: GenerationRequest) -> Matcher | None:
+        guide = request.sampling.guide
+        if guide is None:
+            return None
+        if self.guides is None:
+            raise Unsupported("guide cannot be given here: this engine knows no vocabulary")
+        return self.guides.matcher(guide)
 
     def _check_vocabulary(self, request: GenerationRequest) -> None:
         last = self.runner.model_config.vocab_size - 1
@@ -306,6 +325,8 @@ class EngineLoop:
         self._is_stopping = False
         self._has_cut = False
         self._stats = engine.stats()
+        if engine.guides is not None:
+            engine.guides.begin()
         self._thread = threading.Thread(target=self._run, name="gptoss-engine", daemon=True)
         self._thread.start()
 
@@ -504,7 +525,10 @@ def keep_for_good() -> None:
 
 def load_engine(config: EngineConfig) -> Engine:
     """The whole engine for a configuration: weights loaded, cache allocated."""
-    return Engine(config, load_runner(config))
+    runner = load_runner(config)
+    model = runner.model_config
+    sizes = {"vocab_size": model.vocab_size, "eos_token_ids": model.eos_token_ids}
+    return Engine(config, runner, guides=guides_of(config, **sizes))
 
 
 def load_engine_loop(config: EngineConfig) -> EngineLoop | Replicas:

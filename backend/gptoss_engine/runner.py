@@ -170,6 +170,9 @@ class Runner:
         batch.input_ids[batch.pending_rows] = self._last_token_ids[batch.pending_seats]
         hidden = self._model.forward(batch, self._cache, self._ops, batch.due)
         logits = self._model.logits(hidden, self._ops)
+        if len(batch.guided.rows):
+            guided, masks = map(torch.from_numpy, batch.guided)
+            self._ops.mask_logits(logits, masks, guided)
         rows = batch.sampling.to(self._device)
         kept = (batch.sample_seats, self._last_token_ids)
         token_ids = self._sampler.sample(logits, rows, *kept)

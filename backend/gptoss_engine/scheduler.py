@@ -71,6 +71,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._free_seats = [*reversed(range(max_num_seqs))]
+        self._num_guided = 0  # of those that are open
         self.num_waiting_tokens = 0
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
@@ -87,11 +88,20 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._open)
 
+    @property
+    def waits_for_token(self) -> bool:
+        """Whether what a running sequence may go on with depends on its token that is pending."""
+        return self._num_guided > 0 and any(
+            sequence.matcher is not None and sequence.num_pending_tokens > 0
+            for sequence in self.running
+        )
+
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
         assert sequence.generation_id not in self._open
         assert sequence.num_prompt_tokens + sequence.max_tokens <= self.max_num_tokens
         self._open[sequence.generation_id] = sequence
+        self._num_guided += sequence.matcher is not None
         self.waiting.append(sequence)
         self.num_waiting_tokens += len(sequence.token_ids)
         if sequence.deadline is not None:
@@ -158,6 +168,9 @@ class Scheduler:
                     num_tokens = item.first + item.num_slots
                     error = f"the model's logits behind {num_tokens} tokens are not numbers"
                     chunks.append(self._finish(item.sequence, "error", error=error))
+                elif item.sequence.matcher is not None and item.sequence.matcher.error:
+                    error = item.sequence.matcher.error
+                    chunks.append(self._finish(item.sequence, "error", error=error))
                 else:
                     chunks.append(self._append(item.sequence, accepted, logprobs))
         return chunks
@@ -210,7 +223,9 @@ class Scheduler:
         num_uncomputed_tokens = sequence.num_uncomputed_tokens
         num_tokens = min(limit, num_uncomputed_tokens)
         draft: tuple[int, ...] = ()
-        if num_tokens == num_uncomputed_tokens and self.decoder.guesses:
+        is_last = num_tokens == num_uncomputed_tokens
+        # Nobody knows what may follow a guess.
+        if is_last and self.decoder.guesses and sequence.matcher is None:
             assert not sequence.num_pending_tokens, "who guesses must know all tokens"
             useful = sequence.max_tokens - sequence.num_output_tokens - 1
             draft = self.decoder.propose(sequence)[: min(limit - num_tokens, useful)]
@@ -268,7 +283,10 @@ class Scheduler:
         for token_id in token_ids:
             sequence.token_ids.append(token_id)
             num_appended += 1
-            if token_id in sequence.stop_token_ids:
+            if sequence.matcher is not None:
+                sequence.matcher.accept(token_id)
+            is_over = sequence.matcher is not None and sequence.matcher.is_over
+            if is_over or token_id in sequence.stop_token_ids:
                 reason = "stop"
             elif sequence.num_output_tokens == sequence.max_tokens:
                 reason = "length"
@@ -296,6 +314,7 @@ class Scheduler:
     ) -> TokenChunk:
         """The only way out of the scheduler, so that pages and counts are right on every way."""
         del self._open[sequence.generation_id]
+        self._num_guided -= sequence.matcher is not None
         if sequence.status is Status.RUNNING:
             self._leave(sequence, Status.FINISHED)
         elif sequence.status is Status.WAITING:
