@@ -66,7 +66,7 @@ class StepPlan(NamedTuple):
     sampling, rows, seats: how the tokens after these rows [S] are chosen, and who keeps them; items
     [B, 9], words [W]: as ops.unpack_step takes them; num_rows: of all sequences; decodes, and how
     many tokens are due after them; num_columns: of the page tables; is_graph: whether there is a
-    graph of it; guided: what some of the tokens may be.
+    graph of it.
     """
 
     sampling: Sampling
@@ -79,7 +79,6 @@ class StepPlan(NamedTuple):
     num_of_decodes: int
     num_columns: int
     is_graph: bool
-    guided: Guided = Guided.none()
 
     @property
     def shape(self) -> GraphShape:
@@ -99,14 +98,23 @@ class Sent(NamedTuple):
 
 
 class Launched:
-    """A step that was enqueued."""
+    """A step that was enqueued.
 
-    def __init__(self, step: ScheduledStep, sampled: Sampled) -> None:
+    fetch: enqueues the way of its tokens to the host; called at once, but of a guided step.
+    """
+
+    def __init__(self, step: ScheduledStep, fetch: Callable[[], Sampled]) -> None:
         self._step = step
-        self._sampled = sampled
+        self._fetch = fetch
+        self._sampled = None if step.is_guided else fetch()
+
+    def guide(self) -> None:
+        """Enqueue the choice of what grammars allow, and the way to the host; waits for nothing."""
+        self._sampled = self._fetch()
 
     def result(self) -> StepOutput:
         """Waits until the step has run; an error of the device's is raised here."""
+        assert self._sampled is not None, "a step that is guided is told so"
         return StepOutput.of(self._step, *self._sampled.result())
 
 
@@ -117,7 +125,8 @@ class DeviceSteps:
     capture: what makes graphs of steps that are decodes alone, or one prefill of up to
     prefill_rows; None where the operators do not allow it.
     wait: until an event of the device has happened.
-    tell: called with each step's plan before it is enqueued, if it is set.
+    tell: called with each step's plan before it is enqueued, and with what is guided of it before
+    its tokens are chosen once more, if it is set.
     """
 
     def __init__(
@@ -143,10 +152,11 @@ class DeviceSteps:
         self._num_window_pages = num_window_pages
         self._max_model_len = max_model_len
         self._capture = capture
-        self.tell: Callable[[StepPlan], None] | None = None
+        self.tell: Callable[[StepPlan | Guided], None] | None = None
         self._graphs: StepGraphs | None = None
         self._graph_parts: dict[GraphShape, tuple[Part, ...]] = {}
         self._graph_inputs: dict[GraphShape, Sent] = {}
+        self._last: tuple[Sent, Outputs] | None = None  # of the step that was enqueued last
         self._device = device = model.weights.embedding.device
 
         seats, window = config.max_num_seqs, model.config.sliding_window
@@ -190,16 +200,30 @@ class DeviceSteps:
     def launch(self, step: ScheduledStep) -> Launched:
         """Enqueue the step, and the copy of its tokens to the host."""
         plan, sampling = self._plan(step)
-        plan = plan._replace(guided=Guided.build(_due(step), self._model.config.vocab_size))
         if self.tell is not None:
             self.tell(plan)
-        outputs, rows = self._enqueue(plan)
-        return Launched(step, self._sampler.fetch(*outputs, rows, sampling))
+        self._enqueue(plan)
+
+        @torch.inference_mode()
+        def fetch() -> Sampled:
+            guided = Guided.build(step.due, self._model.config.vocab_size)
+            if len(guided.rows):
+                if self.tell is not None:
+                    self.tell(guided)
+                self._guide(guided)
+            assert self._last is not None
+            sent, outputs = self._last
+            return self._sampler.fetch(*outputs, sent.sampling, sampling)
+
+        return Launched(step, fetch)
 
     @torch.inference_mode()
-    def follow(self, plan: StepPlan) -> None:
-        """Enqueue a step of another rank's; its tokens stay on the device."""
-        self._enqueue(plan)
+    def follow(self, word: StepPlan | Guided) -> None:
+        """Enqueue a step of another rank's, or its choice; its tokens stay on the device."""
+        if isinstance(word, Guided):
+            self._guide(word)
+        else:
+            self._enqueue(word)
 
     def _plan(self, step: ScheduledStep) -> tuple[StepPlan, Sampling]:
         """The step, and how its own tokens are chosen.
@@ -245,7 +269,8 @@ class DeviceSteps:
         )
         return plan, sampling
 
-    def _enqueue(self, plan: StepPlan) -> tuple[Outputs, SamplingRows]:
+    def _enqueue(self, plan: StepPlan) -> None:
+        self._last = None  # whose memory is this step's
         parts = self._send(plan)
         if plan.is_graph:
             assert self._graphs is not None
@@ -255,20 +280,19 @@ class DeviceSteps:
         else:
             sent = self._read(parts, plan.num_of_decodes)
             outputs = self._compute(sent, plan.num_rows, plan.decodes, plan.num_columns)
-        if len(plan.guided.rows):
-            outputs = self._guide(plan.guided, sent, outputs)
-        return outputs, sent.sampling
+        self._last = (sent, outputs)
 
-    def _guide(self, guided: Guided, sent: Sent, outputs: Outputs) -> Outputs:
-        """All tokens chosen once more, of what masks leave: a graph knows none, and of rows that
-        have none the same come again.
+    def _guide(self, guided: Guided) -> None:
+        """The last step's tokens chosen once more, of what masks leave: it ran before these were
+        known, and a graph knows none. Of rows without a mask the same tokens come again.
         """
+        assert self._last is not None
+        sent, outputs = self._last
         rows, masks = map(self._masks.tensor, self._masks.send(guided))
         self._ops.mask_logits(outputs.logits, masks, rows)
         kept = (sent.sample_seats, self._last_token_ids)
-        return outputs._replace(
-            token_ids=self._sampler.sample(outputs.logits, sent.sampling, *kept)
-        )
+        token_ids = self._sampler.sample(outputs.logits, sent.sampling, *kept)
+        self._last = (sent, outputs._replace(token_ids=token_ids))
 
     # ---- any step ------------------------------------------------------------------------------
 
@@ -434,7 +458,8 @@ class DeviceSteps:
         words = -(-self._model.config.vocab_size // 32)
         everything = Guided(np.zeros(1, np.int32), np.full((1, words), -1, np.int32))
         plan, _ = self._plan(self._made_up((1,)))
-        self._enqueue(plan._replace(guided=everything))
+        self._enqueue(plan)
+        self._guide(everything)
         log.info("warmed up by %d steps in %.1f s", len(steps), time.monotonic() - started)
         self._graphs = graphs
 
@@ -533,16 +558,7 @@ def _cut(rows: int, most_seqs: int, max_model_len: int) -> tuple[int, ...]:
 
 def _sampling(step: ScheduledStep, vocab_size: int) -> Sampling:
     """Of the rows after which a token is due."""
-    return Sampling.build(_due(step), vocab_size)
-
-
-def _due(step: ScheduledStep) -> list[tuple[Sequence, int]]:
-    """For each row after which a token is due its sequence, and how many output tokens precede."""
-    return [
-        (item.sequence, item.num_output_tokens + index)
-        for item in step.items
-        for index in range(item.num_due)
-    ]
+    return Sampling.build(step.due, vocab_size)
 
 
 def _filled(sampling: Sampling, num_rows: int) -> Sampling:

@@ -13,12 +13,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from gptoss_engine.config import EngineConfig, InvalidConfig
 from gptoss_engine.decoding import Decoder
 from gptoss_engine.decoding.plain import PlainDecoder
-from gptoss_engine.guides import Guides, Matcher, guides_of
 from gptoss_engine.model_config import ModelConfig
 from gptoss_engine.page_pool import PagePool
 from gptoss_engine.replicas import Replicas
@@ -36,11 +35,18 @@ from gptoss_engine.types import (
     duplicate,
 )
 
+if TYPE_CHECKING:
+    from gptoss_engine.guides import Guides, Matcher
+
 log = logging.getLogger(__name__)
 
 
 class Pending(Protocol):
     """A step that was launched."""
+
+    def guide(self) -> None:
+        """Chooses by what the grammars of a guided step allow, see `StepRunner.launch`."""
+        ...
 
     def result(self) -> StepOutput:
         """Waits until the step has run. Called once; in the order of launches."""
@@ -77,7 +83,11 @@ class StepRunner(Protocol):
         ...
 
     def launch(self, step: ScheduledStep) -> Pending:
-        """Reads all that the step needs of its sequences before it returns; may not wait for it."""
+        """Reads all that the step needs of its sequences before it returns; may not wait for it.
+
+        But of a step that is guided the matchers: as soon as they know all tokens before the step,
+        and before the next one is launched, whoever launched it calls `guide`.
+        """
         ...
 
     def close(self) -> None:
@@ -100,7 +110,7 @@ class Engine:
         *,
         decoder: Decoder | None = None,
         clock: Callable[[], float] = time.monotonic,
-        guides: Guides | None = None,
+        guides: "Guides | None" = None,
     ) -> None:
         self.config = config
         self.runner = runner
@@ -237,7 +247,10 @@ class Engine:
 
     def _plain_step(self) -> list[TokenChunk]:
         step = self.scheduler.schedule()
-        return self.scheduler.update(step, self.runner.launch(step).result())
+        pending = self.runner.launch(step)
+        if step.is_guided:
+            pending.guide()
+        return self.scheduler.update(step, pending.result())
 
     def _overlapped_step(self) -> list[TokenChunk]:
         """The same, but the next step is launched before this one's result is asked for.
@@ -245,19 +258,19 @@ class Engine:
         So the device never waits for the host, as long as scheduling takes less than a step. That
         nobody ends who does not have to is taken for granted: a sequence that ends all the same
         has computed a token in vain, which `Scheduler.update` drops.
-        Where a guided sequence's token is pending, what may follow it is not known yet: nothing is
-        launched, and the device waits for the host, as in the plain loop.
+        What may follow a guided sequence's pending token is known only then: the next step computes
+        meanwhile, and chooses once this one's tokens are there.
         """
-        if self._out is not None and self.scheduler.waits_for_token:
-            (step, pending), self._out = self._out, None
-            return self.scheduler.update(step, pending.result())
         following = self.scheduler.schedule()
         launched = (following, self.runner.launch(following)) if following.items else None
         out, self._out = self._out, launched
-        if out is None:
-            return []
-        step, pending = out
-        return self.scheduler.update(step, pending.result())
+        chunks: list[TokenChunk] = []
+        if out is not None:
+            step, pending = out
+            chunks = self.scheduler.update(step, pending.result())
+        if launched is not None and following.is_guided:
+            launched[1].guide()
+        return chunks
 
     def stats(self) -> EngineStats:
         scheduler = self.scheduler
@@ -275,7 +288,7 @@ class Engine:
             num_finished=dict(scheduler.num_finished),
         )
 
-    def _matcher(self, request: GenerationRequest) -> Matcher | None:
+    def _matcher(self, request: GenerationRequest) -> "Matcher | None":
         guide = request.sampling.guide
         if guide is None:
             return None
@@ -525,6 +538,8 @@ def keep_for_good() -> None:
 
 def load_engine(config: EngineConfig) -> Engine:
     """The whole engine for a configuration: weights loaded, cache allocated."""
+    from gptoss_engine.guides import guides_of
+
     runner = load_runner(config)
     model = runner.model_config
     sizes = {"vocab_size": model.vocab_size, "eos_token_ids": model.eos_token_ids}

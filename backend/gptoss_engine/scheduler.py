@@ -71,7 +71,6 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._free_seats = [*reversed(range(max_num_seqs))]
-        self._num_guided = 0  # of those that are open
         self.num_waiting_tokens = 0
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
@@ -88,20 +87,11 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._open)
 
-    @property
-    def waits_for_token(self) -> bool:
-        """Whether what a running sequence may go on with depends on its token that is pending."""
-        return self._num_guided > 0 and any(
-            sequence.matcher is not None and sequence.num_pending_tokens > 0
-            for sequence in self.running
-        )
-
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
         assert sequence.generation_id not in self._open
         assert sequence.num_prompt_tokens + sequence.max_tokens <= self.max_num_tokens
         self._open[sequence.generation_id] = sequence
-        self._num_guided += sequence.matcher is not None
         self.waiting.append(sequence)
         self.num_waiting_tokens += len(sequence.token_ids)
         if sequence.deadline is not None:
@@ -314,7 +304,6 @@ class Scheduler:
     ) -> TokenChunk:
         """The only way out of the scheduler, so that pages and counts are right on every way."""
         del self._open[sequence.generation_id]
-        self._num_guided -= sequence.matcher is not None
         if sequence.status is Status.RUNNING:
             self._leave(sequence, Status.FINISHED)
         elif sequence.status is Status.WAITING:

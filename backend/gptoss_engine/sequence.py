@@ -172,6 +172,20 @@ class ScheduledStep:
     items: tuple[ScheduledItem, ...]
     preempted: tuple[Sequence, ...] = ()
 
+    @property
+    def due(self) -> list[tuple[Sequence, int]]:
+        """For each token that is chosen its sequence, and how many output tokens precede it."""
+        return [
+            (item.sequence, item.num_output_tokens + index)
+            for item in self.items
+            for index in range(item.num_due)
+        ]
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether a grammar says what some of these tokens may be."""
+        return any(item.sequence.matcher is not None and item.is_sampled for item in self.items)
+
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:

@@ -182,20 +182,18 @@ def test_as_on_a_gpu_it_is_the_same(
         assert len(capture.replayed) > 100
 
 
-def test_unguided_neighbours_are_launched_ahead_again_once_nobody_is_guided(
+def test_the_next_step_computes_before_it_is_known_what_it_may_choose(
     config: EngineConfig,
 ) -> None:
-    made = on_device(config, Recorded())
-    engine = Engine(config, made, guides=GUIDES)
-    outs: list[bool] = []
+    """Each but the first and the last is out while the tokens before it are delivered."""
+    engine = Engine(config, on_device(config, Recorded()), guides=GUIDES)
     for one in requests(["guided 1", "free 1"]):
         engine.add(one)
+    outs: list[bool] = []
     while engine.has_work:
-        chunks = engine.step()
-        outs.append(engine._out is not None and bool(chunks))
-        if any(chunk.generation_id == "guided 1" and chunk.finish_reason for chunk in chunks):
-            assert not any(outs), "what follows a token was launched before it was known"
-            outs.clear()
+        has_chunks = bool(engine.step())
+        outs.append(engine._out is not None and has_chunks)
+    assert len(outs) > 20
     assert all(outs[1:-1])
 
 
