@@ -7,12 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from gptoss_engine.config import EngineConfig
+from gptoss_engine.device_steps import Launched
 from gptoss_engine.engine import Engine
+from gptoss_engine.guides import Guides
 from gptoss_engine.runner import Runner, load_runner
+from gptoss_engine.sampler import Guided
 from gptoss_engine.types import (
     GenerationRequest,
     Guide,
@@ -23,8 +27,9 @@ from gptoss_engine.types import (
 
 from ..tiny_checkpoint import TinyCheckpoint
 from .fakes import FakeRunner, fake_engine, request
-from .guiding import EOS, fits, guides, random_schema, schema_guide, text_of
+from .guiding import EOS, fits, guides, random_schema, schema_guide, text_of, vocabulary
 from .ranks import write_checkpoint
+from .stepping import Stepper, sequence
 from .test_device_steps import Recorded, on_device
 
 SAMPLINGS: tuple[dict[str, Any], ...] = (
@@ -307,28 +312,61 @@ def test_an_engine_without_a_vocabulary_refuses() -> None:
 # ---- on a GPU ----------------------------------------------------------------------------------
 
 
-@pytest.mark.gpu
-def test_on_a_gpu_answers_are_what_their_schemas_say() -> None:
-    """With graphs, overlapped; those beside them say what they say alone."""
-    config = EngineConfig(random_weights="tiny", device="cuda", max_model_len=512, page_size=16)
-    config = replace(config, max_num_seqs=12, max_num_batched_tokens=300, num_pages=240)
-    config = replace(config, num_window_pages=240)
-    made = load_runner(config)
-    assert made.model_config.vocab_size > 512
-    table = guides_for(made)
-    free = requests(["free 1"], temperature=1.0)
-    expected = answers(Engine(config, made), free)
-    engine = Engine(config, made, guides=table)
-    assert engine.is_overlapped
-    found = answers(engine, [*requests(NAMES), *free])
-    assert are_whole(found)
-    assert len(found["free 1"][0]) == len(expected["free 1"][0])
+def device_config(device: str) -> EngineConfig:
+    """Of a random model with all of gpt-oss's vocabulary, of whose tokens a few are known here."""
+    config = EngineConfig(random_weights="tiny", max_model_len=512, page_size=16, max_num_seqs=12)
+    config = replace(config, device=device, max_num_batched_tokens=300)  # type: ignore[arg-type]
+    return replace(config, num_pages=240, num_window_pages=240)
 
 
-def guides_for(runner: Runner) -> Any:
-    from gptoss_engine.guides import Guides
-
-    from .guiding import vocabulary
-
+def guides_for(runner: Runner) -> Guides:
     sizes = {"vocab_size": runner.model_config.vocab_size, "eos_token_ids": {EOS}}
     return Guides(vocabulary, **sizes)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_rows_without_a_mask_choose_again_what_they_had(config: EngineConfig, device: str) -> None:
+    """And the masked ones what they may, which the next step finds by their seats."""
+    made = on_device(config, Recorded()) if device == "cpu" else load_runner(device_config(device))
+    steps, vocab_size = made._steps, made.model_config.vocab_size
+    assert steps is not None
+    stepper = Stepper(made)
+    asked = [sequence([5 + i, 6, 7], SamplingParams(temperature=1.0 + i), seed=i) for i in range(5)]
+    stepper.advance(*asked)
+    stepper.advance(*asked)
+    assert steps._last is not None
+    before = steps._last[1].token_ids[:5].tolist()
+    kept = steps._last_token_ids[:5].tolist()
+    assert sorted(before) == sorted(kept)
+    masks = np.zeros((2, -(-vocab_size // 32)), dtype=np.int32)
+    for row, token_id in enumerate((11, 400)):
+        masks[row, token_id // 32] = 1 << token_id % 32
+    with torch.inference_mode():
+        steps._guide(Guided(np.array([3, 0], dtype=np.int32), masks))
+    after = steps._last[1].token_ids[:5].tolist()
+    assert after == [400, before[1], before[2], 11, before[4]]
+    assert sorted(steps._last_token_ids[:5].tolist()) == sorted(after)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
+def test_on_a_gpu_answers_are_what_their_schemas_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As graphs, overlapped, and nothing is waited for but a step's tokens."""
+    config = device_config("cuda")
+    made = load_runner(config)
+    guide = Launched.guide
+
+    def watched(launched: Launched) -> None:
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            guide(launched)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(Launched, "guide", watched)
+    engine = Engine(config, made, guides=guides_for(made))
+    assert engine.is_overlapped
+    found = answers(engine, requests([*NAMES, "free 1", "free 22"]))
+    assert are_whole(found)
+    assert all(len(found[name][0]) == 40 for name in ("free 1", "free 22"))
+    assert len(found) == len(NAMES) + 2
