@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gptoss_engine.sampler import Sampling
-from gptoss_engine.sequence import ScheduledItem, ScheduledStep, Sequence
+from gptoss_engine.sequence import ScheduledItem, ScheduledStep
 from gptoss_kernels.ops import MAXIMUM_DECODE_QUERIES, Decodes
 
 
@@ -97,7 +97,6 @@ class Batch(Inputs):
         pending: list[tuple[int, int]] = []
         sample_rows: list[int] = []
         sample_seats: list[int] = []
-        sampled: list[tuple[Sequence, int]] = []
         for item, end in zip(step.items, query_start[1:].tolist(), strict=True):
             sequence, first = item.sequence, item.first
             if item.is_pending:
@@ -109,7 +108,6 @@ class Batch(Inputs):
                 input_ids += item.draft_token_ids
             sample_rows += range(end - item.num_due, end)
             sample_seats += [item.seat] * item.num_due
-            sampled += [(sequence, item.num_output_tokens + k) for k in range(item.num_due)]
         decodes = leading_decodes([len(each) for each in positions])
         tables = [item.sequence.page_tables for item in step.items]
         return cls(
@@ -127,7 +125,7 @@ class Batch(Inputs):
                 num_of_decodes=sum(item.num_due for item in step.items[: decodes.num_sequences]),
             ),
             sample_seats=_tensor(np.array(sample_seats, dtype=np.int64), device),
-            sampling=Sampling.build(sampled, vocab_size),
+            sampling=Sampling.build(step.due, vocab_size),
             full=PageGroup.build([t.full for t in tables], positions, page_size, device),
             window=PageGroup.build([t.window for t in tables], positions, page_size, device),
         )

@@ -30,9 +30,9 @@ from gptoss_engine.graphs import (
 from gptoss_engine.kv_cache import KVCache
 from gptoss_engine.model import GptOss
 from gptoss_engine.progress import tracked
-from gptoss_engine.sampler import Sampled, Sampler, Sampling, Wait
+from gptoss_engine.sampler import Guided, Sampled, Sampler, Sampling, Wait
 from gptoss_engine.sequence import PageTables, ScheduledItem, ScheduledStep, Sequence, StepOutput
-from gptoss_engine.staging import KnownPages, Part, StagedStep, Staging
+from gptoss_engine.staging import ALIGNMENT, KnownPages, Part, StagedStep, Staging
 from gptoss_engine.types import (
     MAX_LOGPROBS,
     MAX_STOP_TOKEN_IDS,
@@ -98,14 +98,23 @@ class Sent(NamedTuple):
 
 
 class Launched:
-    """A step that was enqueued."""
+    """A step that was enqueued.
 
-    def __init__(self, step: ScheduledStep, sampled: Sampled) -> None:
+    fetch: enqueues the way of its tokens to the host; called at once, but of a guided step.
+    """
+
+    def __init__(self, step: ScheduledStep, fetch: Callable[[], Sampled]) -> None:
         self._step = step
-        self._sampled = sampled
+        self._fetch = fetch
+        self._sampled = None if step.is_guided else fetch()
+
+    def guide(self) -> None:
+        """Enqueue the choice of what grammars allow, and the way to the host; waits for nothing."""
+        self._sampled = self._fetch()
 
     def result(self) -> StepOutput:
         """Waits until the step has run; an error of the device's is raised here."""
+        assert self._sampled is not None, "a step that is guided is told so"
         return StepOutput.of(self._step, *self._sampled.result())
 
 
@@ -116,7 +125,8 @@ class DeviceSteps:
     capture: what makes graphs of steps that are decodes alone, or one prefill of up to
     prefill_rows; None where the operators do not allow it.
     wait: until an event of the device has happened.
-    tell: called with each step's plan before it is enqueued, if it is set.
+    tell: called with each step's plan before it is enqueued, and with what is guided of it before
+    its tokens are chosen once more, if it is set.
     """
 
     def __init__(
@@ -142,10 +152,11 @@ class DeviceSteps:
         self._num_window_pages = num_window_pages
         self._max_model_len = max_model_len
         self._capture = capture
-        self.tell: Callable[[StepPlan], None] | None = None
+        self.tell: Callable[[StepPlan | Guided], None] | None = None
         self._graphs: StepGraphs | None = None
         self._graph_parts: dict[GraphShape, tuple[Part, ...]] = {}
         self._graph_inputs: dict[GraphShape, Sent] = {}
+        self._last: tuple[Sent, Outputs] | None = None  # of the step that was enqueued last
         self._device = device = model.weights.embedding.device
 
         seats, window = config.max_num_seqs, model.config.sliding_window
@@ -168,6 +179,10 @@ class DeviceSteps:
         self._room.full_tables.zero_()
         self._room.window_tables.zero_()
         self._staging = Staging(self._most_bytes(), device, ops.transfer)
+        # A seat's mask and its row, for a power of two of them.
+        words = -(-model.config.vocab_size // 32) + 1
+        most_guided = 1 << (seats - 1).bit_length()
+        self._masks = Staging(4 * words * most_guided + ALIGNMENT, device, ops.transfer)
 
     def _most_bytes(self) -> int:
         """Of a step with as many rows, sequences, new pages and masked tokens as there can be.
@@ -187,13 +202,28 @@ class DeviceSteps:
         plan, sampling = self._plan(step)
         if self.tell is not None:
             self.tell(plan)
-        outputs, rows = self._enqueue(plan)
-        return Launched(step, self._sampler.fetch(*outputs, rows, sampling))
+        self._enqueue(plan)
+
+        @torch.inference_mode()
+        def fetch() -> Sampled:
+            guided = Guided.build(step.due, self._model.config.vocab_size)
+            if len(guided.rows):
+                if self.tell is not None:
+                    self.tell(guided)
+                self._guide(guided)
+            assert self._last is not None
+            sent, outputs = self._last
+            return self._sampler.fetch(*outputs, sent.sampling, sampling)
+
+        return Launched(step, fetch)
 
     @torch.inference_mode()
-    def follow(self, plan: StepPlan) -> None:
-        """Enqueue a step of another rank's; its tokens stay on the device."""
-        self._enqueue(plan)
+    def follow(self, word: StepPlan | Guided) -> None:
+        """Enqueue a step of another rank's, or its choice; its tokens stay on the device."""
+        if isinstance(word, Guided):
+            self._guide(word)
+        else:
+            self._enqueue(word)
 
     def _plan(self, step: ScheduledStep) -> tuple[StepPlan, Sampling]:
         """The step, and how its own tokens are chosen.
@@ -239,15 +269,30 @@ class DeviceSteps:
         )
         return plan, sampling
 
-    def _enqueue(self, plan: StepPlan) -> tuple[Outputs, SamplingRows]:
+    def _enqueue(self, plan: StepPlan) -> None:
+        self._last = None  # whose memory is this step's
         parts = self._send(plan)
         if plan.is_graph:
             assert self._graphs is not None
             shape = plan.shape
             assert parts[:-1] == self._graph_parts[shape][:-1], "a graph reads at fixed addresses"
-            return self._graphs.replay(shape), self._graph_inputs[shape].sampling
-        sent = self._read(parts, plan.num_of_decodes)
-        return self._compute(sent, plan.num_rows, plan.decodes, plan.num_columns), sent.sampling
+            sent, outputs = self._graph_inputs[shape], self._graphs.replay(shape)
+        else:
+            sent = self._read(parts, plan.num_of_decodes)
+            outputs = self._compute(sent, plan.num_rows, plan.decodes, plan.num_columns)
+        self._last = (sent, outputs)
+
+    def _guide(self, guided: Guided) -> None:
+        """The last step's tokens chosen once more, of what masks leave: it ran before these were
+        known, and a graph knows none. Of rows without a mask the same tokens come again.
+        """
+        assert self._last is not None
+        sent, outputs = self._last
+        rows, masks = map(self._masks.tensor, self._masks.send(guided))
+        self._ops.mask_logits(outputs.logits, masks, rows)
+        kept = (sent.sample_seats, self._last_token_ids)
+        token_ids = self._sampler.sample(outputs.logits, sent.sampling, *kept)
+        self._last = (sent, outputs._replace(token_ids=token_ids))
 
     # ---- any step ------------------------------------------------------------------------------
 
@@ -410,6 +455,11 @@ class DeviceSteps:
         # Behind a long context prefills have other kernels.
         rows = min(LONG_ROWS, config.max_num_batched_tokens, self._max_model_len)
         self.launch(self._made_up((rows,), self._max_model_len - rows)).result()
+        words = -(-self._model.config.vocab_size // 32)
+        everything = Guided(np.zeros(1, np.int32), np.full((1, words), -1, np.int32))
+        plan, _ = self._plan(self._made_up((1,)))
+        self._enqueue(plan)
+        self._guide(everything)
         log.info("warmed up by %d steps in %.1f s", len(steps), time.monotonic() - started)
         self._graphs = graphs
 
@@ -508,14 +558,7 @@ def _cut(rows: int, most_seqs: int, max_model_len: int) -> tuple[int, ...]:
 
 def _sampling(step: ScheduledStep, vocab_size: int) -> Sampling:
     """Of the rows after which a token is due."""
-    return Sampling.build(
-        [
-            (item.sequence, item.num_output_tokens + index)
-            for item in step.items
-            for index in range(item.num_due)
-        ],
-        vocab_size,
-    )
+    return Sampling.build(step.due, vocab_size)
 
 
 def _filled(sampling: Sampling, num_rows: int) -> Sampling:

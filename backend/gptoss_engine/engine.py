@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from gptoss_engine.config import EngineConfig, InvalidConfig
 from gptoss_engine.decoding import Decoder
@@ -31,14 +31,22 @@ from gptoss_engine.types import (
     InvalidRequest,
     TokenChunk,
     Unavailable,
+    Unsupported,
     duplicate,
 )
+
+if TYPE_CHECKING:
+    from gptoss_engine.guides import Guides, Matcher
 
 log = logging.getLogger(__name__)
 
 
 class Pending(Protocol):
     """A step that was launched."""
+
+    def guide(self) -> None:
+        """Chooses by what the grammars of a guided step allow, see `StepRunner.launch`."""
+        ...
 
     def result(self) -> StepOutput:
         """Waits until the step has run. Called once; in the order of launches."""
@@ -75,7 +83,11 @@ class StepRunner(Protocol):
         ...
 
     def launch(self, step: ScheduledStep) -> Pending:
-        """Reads all that the step needs of its sequences before it returns; may not wait for it."""
+        """Reads all that the step needs of its sequences before it returns; may not wait for it.
+
+        But of a step that is guided the matchers: as soon as they know all tokens before the step,
+        and before the next one is launched, whoever launched it calls `guide`.
+        """
         ...
 
     def close(self) -> None:
@@ -87,6 +99,7 @@ class Engine:
     """Sequences in, chunks of tokens out, one step at a time. Not thread-safe.
 
     is_overlapped: whether each step is scheduled while the one before runs.
+    guides: compiles what a request's answer may be; None refuses it.
     clock: time.monotonic(), or a test's own; deadlines are on it.
     """
 
@@ -97,9 +110,11 @@ class Engine:
         *,
         decoder: Decoder | None = None,
         clock: Callable[[], float] = time.monotonic,
+        guides: "Guides | None" = None,
     ) -> None:
         self.config = config
         self.runner = runner
+        self.guides = guides
         self._clock = clock
         full = PagePool(runner.num_pages, config.page_size)
         if full.num_tokens < 2:
@@ -177,6 +192,7 @@ class Engine:
             ),
             eos_token_ids=self.runner.model_config.eos_token_ids,
             arrival_time=arrival_time,
+            matcher=self._matcher(request),
         )
 
     def add(self, request: GenerationRequest) -> None:
@@ -231,7 +247,10 @@ class Engine:
 
     def _plain_step(self) -> list[TokenChunk]:
         step = self.scheduler.schedule()
-        return self.scheduler.update(step, self.runner.launch(step).result())
+        pending = self.runner.launch(step)
+        if step.is_guided:
+            pending.guide()
+        return self.scheduler.update(step, pending.result())
 
     def _overlapped_step(self) -> list[TokenChunk]:
         """The same, but the next step is launched before this one's result is asked for.
@@ -239,14 +258,19 @@ class Engine:
         So the device never waits for the host, as long as scheduling takes less than a step. That
         nobody ends who does not have to is taken for granted: a sequence that ends all the same
         has computed a token in vain, which `Scheduler.update` drops.
+        What may follow a guided sequence's pending token is known only then: the next step computes
+        meanwhile, and chooses once this one's tokens are there.
         """
         following = self.scheduler.schedule()
         launched = (following, self.runner.launch(following)) if following.items else None
         out, self._out = self._out, launched
-        if out is None:
-            return []
-        step, pending = out
-        return self.scheduler.update(step, pending.result())
+        chunks: list[TokenChunk] = []
+        if out is not None:
+            step, pending = out
+            chunks = self.scheduler.update(step, pending.result())
+        if launched is not None and following.is_guided:
+            launched[1].guide()
+        return chunks
 
     def stats(self) -> EngineStats:
         scheduler = self.scheduler
@@ -263,6 +287,14 @@ class Engine:
             num_generated_tokens=scheduler.num_generated_tokens,
             num_finished=dict(scheduler.num_finished),
         )
+
+    def _matcher(self, request: GenerationRequest) -> "Matcher | None":
+        guide = request.sampling.guide
+        if guide is None:
+            return None
+        if self.guides is None:
+            raise Unsupported("guide cannot be given here: this engine knows no vocabulary")
+        return self.guides.matcher(guide)
 
     def _check_vocabulary(self, request: GenerationRequest) -> None:
         last = self.runner.model_config.vocab_size - 1
@@ -306,6 +338,8 @@ class EngineLoop:
         self._is_stopping = False
         self._has_cut = False
         self._stats = engine.stats()
+        if engine.guides is not None:
+            engine.guides.begin()
         self._thread = threading.Thread(target=self._run, name="gptoss-engine", daemon=True)
         self._thread.start()
 
@@ -504,7 +538,12 @@ def keep_for_good() -> None:
 
 def load_engine(config: EngineConfig) -> Engine:
     """The whole engine for a configuration: weights loaded, cache allocated."""
-    return Engine(config, load_runner(config))
+    from gptoss_engine.guides import guides_of
+
+    runner = load_runner(config)
+    model = runner.model_config
+    sizes = {"vocab_size": model.vocab_size, "eos_token_ids": model.eos_token_ids}
+    return Engine(config, runner, guides=guides_of(config, **sizes))
 
 
 def load_engine_loop(config: EngineConfig) -> EngineLoop | Replicas:

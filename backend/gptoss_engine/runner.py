@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from itertools import permutations
 from typing import Literal
@@ -25,7 +24,7 @@ from gptoss_engine.loading import check_mode, check_ranks, load_weights
 from gptoss_engine.model import GptOss, rope_table
 from gptoss_engine.model_config import ModelConfig
 from gptoss_engine.parallel import Peers, Ranks
-from gptoss_engine.sampler import Sampler
+from gptoss_engine.sampler import Guided, Sampler
 from gptoss_engine.sequence import ScheduledStep, StepOutput
 from gptoss_engine.shards import Rank
 from gptoss_engine.weights import Weights
@@ -36,14 +35,19 @@ log = logging.getLogger(__name__)
 Instrument = Callable[[operators.Operators], operators.Operators]
 
 
-@dataclass(frozen=True, slots=True)
 class Computed:
-    """A step that has run."""
+    """A step that has run. choose: gives its tokens; called at once, but of a guided step."""
 
-    output: StepOutput
+    def __init__(self, step: ScheduledStep, choose: Callable[[], StepOutput]) -> None:
+        self._output = choose if step.is_guided else choose()
+
+    def guide(self) -> None:
+        assert callable(self._output)
+        self._output = self._output()
 
     def result(self) -> StepOutput:
-        return self.output
+        assert isinstance(self._output, StepOutput), "a step that is guided is told so"
+        return self._output
 
 
 class Runner:
@@ -145,10 +149,10 @@ class Runner:
         self._ranks = ranks
         self._steps.tell = ranks.tell
 
-    def follow(self, plan: StepPlan) -> None:
-        """Do the step of the rank that leads."""
+    def follow(self, word: StepPlan | Guided) -> None:
+        """Do the step of the rank that leads, or choose its tokens once more."""
         assert self._steps is not None
-        self._steps.follow(plan)
+        self._steps.follow(word)
 
     @torch.inference_mode()
     def launch(self, step: ScheduledStep) -> Computed | Launched:
@@ -170,11 +174,20 @@ class Runner:
         batch.input_ids[batch.pending_rows] = self._last_token_ids[batch.pending_seats]
         hidden = self._model.forward(batch, self._cache, self._ops, batch.due)
         logits = self._model.logits(hidden, self._ops)
-        rows = batch.sampling.to(self._device)
-        kept = (batch.sample_seats, self._last_token_ids)
-        token_ids = self._sampler.sample(logits, rows, *kept)
-        chosen, logprobs = self._sampler.fetch(token_ids, logits, rows, batch.sampling).result()
-        return Computed(StepOutput.of(step, chosen, logprobs))
+
+        @torch.inference_mode()
+        def choose() -> StepOutput:
+            guided = Guided.build(step.due, self.model_config.vocab_size)
+            if len(guided.rows):
+                guided_rows, masks = map(torch.from_numpy, guided)
+                self._ops.mask_logits(logits, masks, guided_rows)
+            rows = batch.sampling.to(self._device)
+            kept = (batch.sample_seats, self._last_token_ids)
+            token_ids = self._sampler.sample(logits, rows, *kept)
+            chosen, told = self._sampler.fetch(token_ids, logits, rows, batch.sampling).result()
+            return StepOutput.of(step, chosen, told)
+
+        return Computed(step, choose)
 
 
 def load_runner(config: EngineConfig, *, instrument: Instrument | None = None) -> Runner:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from typing import NamedTuple
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gptoss_engine.guides import fill_masks
 from gptoss_engine.sequence import Sequence
 from gptoss_engine.types import TokenLogprob
 from gptoss_kernels.ops import Operators, SamplingRows
@@ -37,7 +39,7 @@ class Sampling(NamedTuple):
         indices = np.array([index for _, index in due], dtype=np.uint64)
         masked = [
             [token_id for token_id in sequence.stop_token_ids if token_id < vocab_size]
-            if index < sequence.sampling.min_tokens
+            if index < sequence.sampling.min_tokens and sequence.matcher is None
             else ()
             for sequence, index in due
         ]
@@ -66,6 +68,48 @@ class Sampling(NamedTuple):
         return SamplingRows(*(torch.from_numpy(array).to(device) for array in self))
 
 
+class Guided(NamedTuple):
+    """What some of a step's rows may become, on the host: rows int32 [G], of those that are sampled
+    after, -1 for none; masks int32 [G, ceil(V / 32)] as ops.mask_logits takes them."""
+
+    rows: np.ndarray
+    masks: np.ndarray
+
+    @classmethod
+    def none(cls) -> Guided:
+        """Of a step without guides."""
+        return cls(np.zeros(0, np.int32), np.zeros((0, 0), np.int32))
+
+    @classmethod
+    def build(cls, due: Rows[tuple[Sequence, int]], vocab_size: int) -> Guided:
+        """due: as Sampling has it. Filled up to a power of two: launches are prepared by size."""
+        guided = [
+            (row, sequence, sequence.matcher, index)
+            for row, (sequence, index) in enumerate(due)
+            if sequence.matcher is not None
+        ]
+        if not guided:
+            return cls.none()
+        size = 1 << (len(guided) - 1).bit_length()
+        rows = np.full(size, -1, dtype=np.int32)
+        masks = np.zeros((size, -(-vocab_size // 32)), dtype=np.int32)
+        rows[: len(guided)] = [row for row, *_ in guided]
+        fill_masks([matcher for _, _, matcher, _ in guided], masks)
+        for mask, (_, sequence, _, index) in zip(masks, guided, strict=False):
+            if index < sequence.sampling.min_tokens:
+                _forbid(mask, [id_ for id_ in sequence.stop_token_ids if id_ < vocab_size])
+        return cls(rows, masks)
+
+
+def _forbid(mask: np.ndarray, token_ids: list[int]) -> None:
+    """Take these from the mask, unless nothing else is in it."""
+    left = mask.view(np.uint32).copy()
+    for token_id in token_ids:
+        left[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+    if left.any():
+        mask[:] = left.view(np.int32)
+
+
 class Sampled:
     """The tokens of a step's rows, as soon as they are on the host."""
 
@@ -92,7 +136,14 @@ class Sampled:
         if not told:
             return token_ids, [None] * len(token_ids)
         return token_ids, [
-            TokenLogprob(logprob, tuple(zip(ids[:count], values[:count], strict=True)))
+            TokenLogprob(
+                logprob,
+                tuple(
+                    (token_id, value)
+                    for token_id, value in zip(ids[:count], values[:count], strict=True)
+                    if value > -math.inf  # else it could not come
+                ),
+            )
             if count >= 0
             else None
             for count, logprob, ids, values in zip(self._num_top.tolist(), *told, strict=True)
@@ -127,8 +178,8 @@ class Sampler:
     ) -> Sampled:
         """Enqueues what brings to the host what was chosen of `logits`, and waits for nothing.
 
-        Log-probabilities are of what the model said, before anything is masked. Rows beyond those
-        of `sampling`, which fill a batch, are left out.
+        Log-probabilities are of what the model said, before stop tokens are masked, but of what a
+        guide has left of it. Rows beyond those of `sampling`, which fill a batch, are left out.
         """
         count = sampling.num_rows
         parts = (token_ids[:count],)

@@ -158,6 +158,9 @@ class Scheduler:
                     num_tokens = item.first + item.num_slots
                     error = f"the model's logits behind {num_tokens} tokens are not numbers"
                     chunks.append(self._finish(item.sequence, "error", error=error))
+                elif item.sequence.matcher is not None and item.sequence.matcher.error:
+                    error = item.sequence.matcher.error
+                    chunks.append(self._finish(item.sequence, "error", error=error))
                 else:
                     chunks.append(self._append(item.sequence, accepted, logprobs))
         return chunks
@@ -210,7 +213,9 @@ class Scheduler:
         num_uncomputed_tokens = sequence.num_uncomputed_tokens
         num_tokens = min(limit, num_uncomputed_tokens)
         draft: tuple[int, ...] = ()
-        if num_tokens == num_uncomputed_tokens and self.decoder.guesses:
+        is_last = num_tokens == num_uncomputed_tokens
+        # Nobody knows what may follow a guess.
+        if is_last and self.decoder.guesses and sequence.matcher is None:
             assert not sequence.num_pending_tokens, "who guesses must know all tokens"
             useful = sequence.max_tokens - sequence.num_output_tokens - 1
             draft = self.decoder.propose(sequence)[: min(limit - num_tokens, useful)]
@@ -268,7 +273,10 @@ class Scheduler:
         for token_id in token_ids:
             sequence.token_ids.append(token_id)
             num_appended += 1
-            if token_id in sequence.stop_token_ids:
+            if sequence.matcher is not None:
+                sequence.matcher.accept(token_id)
+            is_over = sequence.matcher is not None and sequence.matcher.is_over
+            if is_over or token_id in sequence.stop_token_ids:
                 reason = "stop"
             elif sequence.num_output_tokens == sequence.max_tokens:
                 reason = "length"

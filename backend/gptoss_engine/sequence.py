@@ -4,9 +4,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from gptoss_engine.types import GenerationRequest, SamplingParams, TokenLogprob
+
+if TYPE_CHECKING:
+    from gptoss_engine.guides import Matcher
 
 NO_SEAT = -1
 NO_TOKEN = -1  # where a token is due: the logits were not numbers
@@ -39,6 +42,7 @@ class Sequence:
     stop_token_ids: everything that ends this generation (the checkpoint's and the request's).
     max_tokens: the answer's limit, resolved at admission. seed: resolved at admission.
     arrival_time, deadline: time.monotonic() values in seconds.
+    matcher: where the answer stands in its guide's grammar: behind all that are in token_ids.
     """
 
     generation_id: str
@@ -56,6 +60,7 @@ class Sequence:
     seat: int = NO_SEAT
     page_tables: PageTables = field(default_factory=PageTables)
     status: Status = Status.WAITING
+    matcher: "Matcher | None" = None
 
     @classmethod
     def from_request(
@@ -66,6 +71,7 @@ class Sequence:
         max_tokens: int,
         eos_token_ids: frozenset[int],
         arrival_time: float = 0.0,
+        matcher: "Matcher | None" = None,
     ) -> "Sequence":
         sampling = request.sampling
         stop = frozenset(sampling.stop_token_ids)
@@ -79,6 +85,7 @@ class Sequence:
             stop_token_ids=stop if sampling.ignore_eos else stop | eos_token_ids,
             arrival_time=arrival_time,
             deadline=request.deadline,
+            matcher=matcher,
         )
 
     @property
@@ -164,6 +171,20 @@ class ScheduledStep:
 
     items: tuple[ScheduledItem, ...]
     preempted: tuple[Sequence, ...] = ()
+
+    @property
+    def due(self) -> list[tuple[Sequence, int]]:
+        """For each token that is chosen its sequence, and how many output tokens precede it."""
+        return [
+            (item.sequence, item.num_output_tokens + index)
+            for item in self.items
+            for index in range(item.num_due)
+        ]
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether a grammar says what some of these tokens may be."""
+        return any(item.sequence.matcher is not None and item.is_sampled for item in self.items)
 
 
 @dataclass(frozen=True, slots=True)

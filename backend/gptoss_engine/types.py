@@ -8,11 +8,13 @@ import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+GuideType = Literal["json_schema", "regex", "lark", "grammars"]
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 128
+MAX_GUIDE_LENGTH = 65_536  # characters: llguidance compiles the worst of them in 0.4 s
 
 
 class InvalidRequest(ValueError):
@@ -34,6 +36,39 @@ def duplicate(generation_id: str) -> InvalidRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class Guide:
+    """A grammar that the whole answer follows, from its first token on, in llguidance's words.
+
+    json_schema: the schema, as JSON. regex, lark: as it is. grammars: a JSON list of objects, each
+    with `lark_grammar` or `json_schema`, and a `name` by which the first one refers to it (@name).
+    Where the grammar is satisfied the model may end the answer; where nothing else may follow, it
+    is ended. In Lark, <[200007]> is a token by its id.
+    """
+
+    type: GuideType
+    value: str
+
+    def __post_init__(self) -> None:
+        if self.type not in get_args(GuideType):
+            names = ", ".join(get_args(GuideType))
+            raise InvalidRequest(f"guide.type must be one of {names}, got {shown(self.type)}")
+        if not isinstance(self.value, str) or not self.value:
+            raise InvalidRequest(f"guide.value must be a text, got {shown(self.value)}")
+        if len(self.value) > MAX_GUIDE_LENGTH:
+            raise InvalidRequest(
+                f"guide.value must have at most {MAX_GUIDE_LENGTH} characters, "
+                f"got {len(self.value)}"
+            )
+
+    @classmethod
+    def from_mapping(cls, values: object) -> "Guide":
+        """From parsed JSON."""
+        if not isinstance(values, Mapping) or set(values) != {"type", "value"}:
+            raise InvalidRequest(f"guide must have a type and a value alone, got {shown(values)}")
+        return cls(**values)
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is chosen and when a generation ends. Names and ranges are vLLM's.
 
@@ -44,6 +79,8 @@ class SamplingParams:
     stop_token_ids: end the generation (with reason "stop") and are part of its tokens.
     ignore_eos: the checkpoint's own end tokens no longer stop; stop_token_ids still do.
     logprobs: None for none, n for the chosen token's and the n most likely tokens' (n <= 20).
+    guide: what the answer may be. A token that it does not allow has no probability, and is not
+        told; min_tokens gives way where only the end may come.
     """
 
     temperature: float = 1.0
@@ -56,6 +93,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    guide: Guide | None = None
 
     def __post_init__(self) -> None:
         _number("temperature", self.temperature, 0.0, 100.0)
@@ -74,6 +112,8 @@ class SamplingParams:
                 )
         if self.logprobs is not None:
             _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.guide is not None and not isinstance(self.guide, Guide):
+            raise InvalidRequest(f"guide must be a Guide, got {shown(self.guide)}")
         if not isinstance(self.ignore_eos, bool):
             raise InvalidRequest(f"ignore_eos must be true or false, got {shown(self.ignore_eos)}")
         if not isinstance(self.stop_token_ids, tuple):
@@ -97,6 +137,8 @@ class SamplingParams:
         given = {name: value for name, value in values.items() if value is not None}
         if isinstance(given.get("stop_token_ids"), list):
             given["stop_token_ids"] = tuple(given["stop_token_ids"])
+        if "guide" in given:
+            given["guide"] = Guide.from_mapping(given["guide"])
         return cls(**given)
 
 
@@ -112,7 +154,10 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural-log probabilities after temperature 1: the chosen token's, and the top n's."""
+    """Natural-log probabilities after temperature 1: the chosen token's, and the top n's.
+
+    Fewer than n where a guide allows no more.
+    """
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()

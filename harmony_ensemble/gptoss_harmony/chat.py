@@ -16,12 +16,14 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
+from gptoss_harmony import structured
 from gptoss_harmony.builtin_tools import CODE_TOOL, FUNCTIONS, function_names
 from gptoss_harmony.tools import check_schema
 from gptoss_harmony.types import (
     ChatRequest,
     InvalidChat,
     ReasoningEffort,
+    ToolUse,
     UnsupportedChat,
     check_text,
     nearest,
@@ -34,6 +36,7 @@ MAX_STOP_WORD_LENGTH = 256
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _EFFORTS = get_args(ReasoningEffort)
+_TEXT = '{"type": "text"}'
 
 # Fields that clients echo from our own replies, with the values that mean nothing.
 _ECHOED = {"refusal": None, "audio": None, "function_call": None, "annotations": []}
@@ -57,22 +60,30 @@ def parse_chat(
     reasoning_effort: str | None = None,
     response_format: str | None = None,
     parallel_tool_calls: bool | None = None,
+    guided_decoding_guide_type: str | None = None,
+    guided_decoding_guide: str | None = None,
 ) -> ChatRequest:
     """One chat from its JSON texts, by OpenAI's field names; None or "" means not given.
 
     Raises `InvalidChat`, or `UnsupportedChat` for what OpenAI has and this build has not.
     """
     checked_tools = parse_tools(tools) if tools else Tools()
-    offered = Tools() if _tool_choice(tool_choice) == "none" else checked_tools
-    _refuse_response_format(response_format)
-    if parallel_tool_calls is False:
-        raise UnsupportedChat("parallel_tool_calls false is not supported; leave it out")
+    tool_use, only_tool = _tool_choice(tool_choice, checked_tools)
+    offered = Tools() if tool_use == "none" else checked_tools
+    if tool_use == "required":
+        _check_arguments(offered, only_tool)
+    text_format = structured.response_format(_json("response_format", response_format or _TEXT))
+    guided = structured.guided_decoding(guided_decoding_guide_type, guided_decoding_guide)
     return ChatRequest(
         # Calls that were made are what they were, whether more are wanted or not.
         messages=parse_messages(messages, checked_tools.builtins),
         tools=offered.functions,
         builtin_tools=offered.builtins,
         reasoning_effort=_effort(reasoning_effort),
+        tool_use=tool_use,
+        only_tool=only_tool,
+        parallel_calls=parallel_tool_calls is not False,
+        text_format=structured.refuse_both(text_format, guided),
     )
 
 
@@ -359,8 +370,8 @@ def _function(path: str, function: object) -> dict[str, Any]:
     checked: dict[str, Any] = {"name": _name(f"{path}.name", fields.get("name"))}
     if fields.get("description") is not None:
         checked["description"] = check_text(f"{path}.description", fields["description"])
-    if fields.get("strict"):
-        raise UnsupportedChat(f"{path}.strict true is not supported; leave it out")
+    if not isinstance(fields.get("strict"), bool | None):
+        raise InvalidChat(f"{path}.strict must be true or false, got {shown(fields['strict'])}")
     parameters = fields.get("parameters")
     if parameters is not None:
         if not isinstance(parameters, dict):
@@ -369,31 +380,27 @@ def _function(path: str, function: object) -> dict[str, Any]:
             )
         check_text(f"{path}.parameters", json.dumps(parameters, ensure_ascii=False))
         checked["parameters"] = parameters
+    if fields.get("strict"):
+        checked["strict"] = True
+        structured.check_schema(f"{path}.parameters", parameters or {})
     return checked
 
 
-def _tool_choice(choice: str | None) -> str:
-    if not choice:
-        return "auto"
-    value: object = choice
-    if choice.lstrip().startswith(("{", '"')):
-        value = _json("tool_choice", choice)
-    if value in ("auto", "none"):
-        return str(value)
-    if value == "required" or isinstance(value, dict):
-        raise UnsupportedChat(f"tool_choice {shown(value)} is not supported; supported: auto, none")
-    raise InvalidChat(f"tool_choice must be auto, none, required or an object, got {shown(value)}")
+def _tool_choice(choice: str | None, tools: Tools) -> tuple[ToolUse, str | None]:
+    value: object = choice or "auto"
+    if isinstance(value, str) and value.lstrip().startswith(("{", '"')):
+        value = _json("tool_choice", value)
+    names = [tool["function"]["name"] for tool in tools.functions]
+    return structured.tool_choice(value, names, has_tools=bool(names or tools.builtins))
 
 
-def _refuse_response_format(response_format: str | None) -> None:
-    if not response_format:
-        return
-    value = _json("response_format", response_format)
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind in ("json_object", "json_schema"):
-        raise UnsupportedChat(f"response_format {kind} is not supported; supported: text")
-    if kind != "text":
-        raise InvalidChat(f'response_format must be {{"type": "text"}}, got {shown(value)}')
+def _check_arguments(tools: Tools, only_tool: str | None) -> None:
+    """Of those that may be called where one must be: what the grammar cannot hold is left out."""
+    for number, tool in enumerate(tools.functions):
+        function = tool["function"]
+        if only_tool in (None, function["name"]) and not function.get("strict"):
+            path = f"tools[{number}].function.parameters"
+            structured.check_schema(path, function.get("parameters", {}), is_strict=False)
 
 
 def _effort(effort: str | None) -> ReasoningEffort:

@@ -13,6 +13,7 @@ from typing import Any, Protocol, Self
 
 from gptoss_harmony import chat, render, vocabulary
 from gptoss_harmony.builtin_tools import function_names
+from gptoss_harmony.guide import Guide, chat_guide, raw_guide
 from gptoss_harmony.stream import HarmonyStream, opening_of
 from gptoss_harmony.types import (
     CallOutcome,
@@ -21,6 +22,7 @@ from gptoss_harmony.types import (
     ChatRequest,
     FinishReason,
     Prompt,
+    TextFormat,
 )
 from gptoss_harmony.vocabulary import Vocabulary
 
@@ -64,6 +66,13 @@ class ChatFormat(Protocol):
     def render_chat(self, request: ChatRequest) -> Prompt: ...
 
     def render_raw(self, text: str) -> Prompt: ...
+
+    def guide(
+        self, prompt: Prompt, request: ChatRequest | None, text_format: TextFormat | None = None
+    ) -> Guide | None:
+        """The grammar that the whole answer follows, for the engine; None if it may be anything.
+        text_format: of a raw prompt's answer."""
+        ...
 
     def stream_context(
         self, prompt: Prompt, request: ChatRequest | None, stop_words: Sequence[str] = ()
@@ -109,6 +118,16 @@ class HarmonyFormat:
 
     def render_raw(self, text: str) -> Prompt:
         return render.render_raw(self.vocabulary, text)
+
+    def guide(
+        self, prompt: Prompt, request: ChatRequest | None, text_format: TextFormat | None = None
+    ) -> Guide | None:
+        if request is not None:
+            return chat_guide(request)
+        if text_format is None:
+            return None
+        opening = opening_of(prompt.token_ids, self.vocabulary)
+        return raw_guide(opening, self.vocabulary, text_format)
 
     def stream_context(
         self, prompt: Prompt, request: ChatRequest | None, stop_words: Sequence[str] = ()

@@ -48,6 +48,9 @@ class TritonPythonModel:
         if not sampling.get("ignore_eos"):
             own = sampling.get("stop_token_ids", [])
             sampling["stop_token_ids"] = [*own, *prompt.stop_token_ids]
+        guide = self._format.guide(prompt, request.chat, request.text_format)
+        if guide is not None:
+            sampling["guide"] = guide
         context = AnswerContext(
             format=self._format.stream_context(prompt, request.chat, request.stop_words),
             stream=request.stream,

@@ -13,7 +13,9 @@ from typing import Any, Self
 
 from gptoss_harmony import chat, vocabulary
 from gptoss_harmony.content import StoppableText, Written
+from gptoss_harmony.guide import Guide, text_guide
 from gptoss_harmony.render import render_raw
+from gptoss_harmony.structured import GUIDED, guided_decoding
 from gptoss_harmony.types import (
     CallOutcome,
     Channel,
@@ -22,6 +24,7 @@ from gptoss_harmony.types import (
     FinishReason,
     InvalidChat,
     Prompt,
+    TextFormat,
     shown,
 )
 from gptoss_harmony.vocabulary import FIRST_CONTROL, NUM_TOKENS, STOP_TOKEN_IDS, Vocabulary
@@ -50,12 +53,14 @@ class RawFormat:
         raise InvalidChat("messages cannot be given: the server's format is raw; use text_input")
 
     def parse_text(self, text: str, **inputs: Any) -> ChatRequest:
+        guided = [inputs.pop(name, None) for name in GUIDED]
         for name, value in inputs.items():
             if value not in (None, "", *_NEUTRAL.get(name, ())):
                 raise InvalidChat(
                     f"{name} cannot be given: the server's format is raw, got {shown(value)}"
                 )
-        return ChatRequest(messages=chat.parse_messages(chat.user_message(text)))
+        messages = chat.parse_messages(chat.user_message(text))
+        return ChatRequest(messages, text_format=guided_decoding(*guided))
 
     def render_chat(self, request: ChatRequest) -> Prompt:
         [message] = request.messages
@@ -63,6 +68,15 @@ class RawFormat:
 
     def render_raw(self, text: str) -> Prompt:
         return render_raw(self.vocabulary, text)
+
+    def guide(
+        self,
+        prompt: Prompt,  # noqa: ARG002
+        request: ChatRequest | None,
+        text_format: TextFormat | None = None,
+    ) -> Guide | None:
+        asked = text_format if request is None else request.text_format
+        return None if asked is None else text_guide(asked)
 
     def stream_context(
         self,

@@ -12,6 +12,7 @@ History is rendered so that a chat's tokens are a prefix of the next turn's:
 
 import datetime
 import functools
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from openai_harmony import ToolNamespaceConfig
 
 from gptoss_harmony.builtin_tools import CODE_TOOL, code_of
 from gptoss_harmony.tools import render_namespace, render_tools
-from gptoss_harmony.types import ChatRequest, Prompt, check_text
+from gptoss_harmony.types import ChatRequest, Prompt, TextFormat, check_text
 from gptoss_harmony.vocabulary import (
     CALL,
     CHANNEL,
@@ -48,6 +49,8 @@ def render_chat(
         sections += [_instructions(first["content"])] if first["content"] else []
     if request.tools:
         sections.append(render_tools(request.tools))
+    if request.text_format is not None and request.text_format.name:
+        sections.append(_response_format(request.text_format))
     if sections:
         rendering.add(author, "\n\n".join(sections))
     _add_history(rendering, messages)
@@ -81,6 +84,13 @@ def system_text(request: ChatRequest, today: datetime.date) -> str:
 
 def _instructions(text: str) -> str:
     return f"# Instructions\n\n{text}"
+
+
+def _response_format(text_format: TextFormat) -> str:
+    """So that the model knows what it is held to. Each line of the description is a comment."""
+    lines = [f"// {line}" for line in text_format.description.splitlines()]
+    schema = json.dumps(text_format.schema, ensure_ascii=False)
+    return "\n".join(["# Response Formats", "", f"## {text_format.name}", "", *lines, schema])
 
 
 class _Rendering:

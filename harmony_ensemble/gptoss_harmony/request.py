@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gptoss_harmony import chat
-from gptoss_harmony.types import ChatRequest, InvalidChat, UnsupportedChat, nearest, shown
+from gptoss_harmony.structured import GUIDED, guided_decoding
+from gptoss_harmony.types import (
+    ChatRequest,
+    InvalidChat,
+    TextFormat,
+    UnsupportedChat,
+    nearest,
+    shown,
+)
 
 MAX_TEXT_BYTES = 4 * 2**20
 """Of each text in a request."""
@@ -38,14 +46,12 @@ _UNBUILT: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "logit_bias": ("", "{}", "null", {}),
-    "guided_decoding_guide_type": ("",),
-    "guided_decoding_guide": ("",),
 }
 _INPUTS = (
     *("text_input", "raw_prompt", "stream", "stop_words", "top_logprobs", "return_logprobs"),
     *("return_cumulative_logprob", "return_finish_reason"),
     *("return_num_input_tokens", "return_num_output_tokens", "exclude_input_in_output"),
-    *("sampling_parameters", *_CHAT, *_SAMPLING[:-1], *_UNBUILT),
+    *("sampling_parameters", *_CHAT, *GUIDED, *_SAMPLING[:-1], *_UNBUILT),
 )
 # vLLM's names inside sampling_parameters, and which of our inputs they are.
 _RENAMED = {"stop": "stop_words", "logprobs": "top_logprobs"}
@@ -85,12 +91,14 @@ class ChatParser(Protocol):
 class EnsembleRequest:
     """A checked request: a chat, or a raw prompt that its author wrote in Harmony.
 
-    echo: text to repeat before the answer. return_logprobs: whether the client wants them token
-    by token; sampling has what the engine needs either way.
+    text_format: what the answer to a raw prompt must be. echo: text to repeat before the answer.
+    return_logprobs: whether the client wants them token by token; sampling has what the engine
+    needs either way.
     """
 
     chat: ChatRequest | None
     raw_prompt: str | None
+    text_format: TextFormat | None
     sampling: Mapping[str, Any]
     stream: bool
     stop_words: tuple[str, ...]
@@ -141,6 +149,7 @@ def _request(fields: dict[str, Any], parser: ChatParser) -> EnsembleRequest:
     return EnsembleRequest(
         chat=None if is_raw else _chat(fields, parser),
         raw_prompt=_raw_prompt(fields) if is_raw else None,
+        text_format=guided_decoding(*map(fields.get, GUIDED)) if is_raw else None,
         sampling=sampling,
         stream=stream,
         stop_words=_stop_words(fields.get("stop_words")),
@@ -153,7 +162,7 @@ def _chat(fields: Mapping[str, Any], parser: ChatParser) -> ChatRequest:
     if ("messages" in fields) == ("text_input" in fields):
         both = "both" if "messages" in fields else "neither"
         raise InvalidChat(f"one of messages and text_input must be given, got {both}")
-    given: dict[str, Any] = {name: fields.get(name) for name in _CHAT}
+    given: dict[str, Any] = {name: fields.get(name) for name in (*_CHAT, *GUIDED)}
     if "messages" in fields:
         return parser.parse_chat(**given)
     del given["messages"]

@@ -5,11 +5,12 @@ The engine's own types are not imported: between the two stand token ids and JSO
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, Literal
 
 ReasoningEffort = Literal["low", "medium", "high"]
+ToolUse = Literal["auto", "none", "required"]
 Channel = Literal["reasoning", "content", "tool_call"]
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
 CallOutcome = Literal["whole", "invalid", "cut", "unknown"]
@@ -26,18 +27,39 @@ class UnsupportedChat(InvalidChat):
 
 
 @dataclass(frozen=True, slots=True)
+class TextFormat:
+    """What the final message's text must be: JSON of a schema, or what a Lark grammar describes.
+
+    name, description: of a schema that the prompt shows to the model; without a name it does not.
+    """
+
+    kind: Literal["json_schema", "lark"]
+    schema: Mapping[str, Any] = field(default_factory=dict)
+    text: str = ""
+    name: str = ""
+    description: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ChatRequest:
     """One chat, as OpenAI's JSON has it once parsed and checked.
 
     messages: OpenAI chat messages (role, content, name, tool_calls, tool_call_id, …).
     tools: OpenAI function tools, each {"type": "function", "function": {name, …}}.
     builtin_tools: those of gpt-oss's own that are offered, by name.
+    tool_use: "required" demands a call, of only_tool if that is given; "none" offers no tools.
+    parallel_calls: whether there may be several calls in one answer.
+    text_format: what the final message must be; None is any text.
     """
 
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     builtin_tools: tuple[str, ...] = ()
     reasoning_effort: ReasoningEffort = "medium"
+    tool_use: ToolUse = "auto"
+    only_tool: str | None = None
+    parallel_calls: bool = True
+    text_format: TextFormat | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,6 +142,16 @@ def load(checkpoint_folder: Path | None = None) -> Vocabulary:
         return _loaded
 
 
+def load_tokens(
+    checkpoint_folder: Path | None = None,
+) -> tuple[Sequence[bytes], Sequence[int], Callable[[str], list[int]]]:
+    """For whoever knows token ids alone: each token's bytes, the ids of control tokens, and how
+    text is encoded.
+    """
+    loaded = load(checkpoint_folder)
+    return loaded.token_bytes, range(FIRST_CONTROL, NUM_TOKENS), loaded.encode
+
+
 def cache_folder() -> Path:
     """$GPTOSS_CACHE, else $XDG_CACHE_HOME/gptoss, else ~/.cache/gptoss, as the engine has it.
 

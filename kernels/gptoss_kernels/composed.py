@@ -38,6 +38,7 @@ class ComposedOperators:
         self.norm_route = common.norm_route
         self._linear = common.linear
         self.select_rows = common.select_rows
+        self.mask_logits = common.mask_logits
         self.sample = common.sample
         self.logprobs = common.logprobs
         self.transfer = common.transfer

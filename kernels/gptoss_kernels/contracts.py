@@ -623,6 +623,17 @@ def check_logits(logits: Tensor) -> None:
     check_rows("logits", logits)
 
 
+def check_mask(mask: Tensor, rows: Tensor, logits: Tensor) -> None:
+    """Of mask_logits beside checked logits, but for the values, which stay on the device."""
+    for name, tensor in (("mask", mask), ("rows", rows)):
+        check_type(name, tensor, torch.int32, logits, "logits")
+    if rows.dim() != 1:
+        raise ValueError(f"rows must be [G], got {list(rows.shape)}")
+    check_shape("mask", mask, (len(rows), -(-logits.shape[1] // 32)))
+    for name, tensor in (("mask", mask), ("rows", rows)):
+        check_contiguous(name, tensor)
+
+
 def check_sampling_rows(rows: SamplingRows, logits: Tensor) -> None:
     """Beside checked logits [S, V], but for the values, which stay on the device."""
     num_rows = len(logits)

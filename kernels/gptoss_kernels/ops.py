@@ -167,6 +167,8 @@ class CommonOperators(Protocol):
 
     def select_rows(self, hidden: Tensor, rows: Tensor) -> Tensor: ...
 
+    def mask_logits(self, logits: Tensor, mask: Tensor, rows: Tensor) -> None: ...
+
     def sample(
         self,
         logits: Tensor,

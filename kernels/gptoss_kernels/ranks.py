@@ -40,6 +40,7 @@ class RankOperators:
         self.rms_norm = operators.rms_norm
         self.experts = operators.experts
         self.select_rows = operators.select_rows
+        self.mask_logits = operators.mask_logits
         self.sample = operators.sample
         self.logprobs = operators.logprobs
         self.transfer = operators.transfer

@@ -727,6 +727,18 @@ def select_rows(hidden: Tensor, rows: Tensor) -> Tensor:
     return selected.masked_fill_(~is_row[:, None], math.nan)
 
 
+def mask_logits(logits: Tensor, mask: Tensor, rows: Tensor) -> None:
+    """logits[rows[i], v] <- -inf where bit v % 32 of mask[i, v // 32] is 0, in place
+
+    logits [S, V]; mask int32 [G, ceil(V / 32)]; rows int32 [G]: one outside 0 .. S - 1 is nobody's.
+    """
+    bits = mask[:, :, None] >> torch.arange(32, dtype=torch.int32, device=mask.device) & 1
+    is_allowed = bits.flatten(1)[:, : logits.shape[1]].bool()
+    for row, allowed in zip(rows.tolist(), is_allowed, strict=True):
+        if 0 <= row < len(logits):
+            logits[row].masked_fill_(~allowed, -math.inf)
+
+
 def sample(
     logits: Tensor,
     rows: SamplingRows,

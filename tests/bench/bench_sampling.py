@@ -158,6 +158,31 @@ def bench_logprobs(bench: Bench) -> None:
         _time(bench, "logprobs", calls, len(logits), num_rows)
 
 
+def bench_mask_logits(bench: Bench) -> None:
+    """All rows, in each of which an eighth of the tokens may come, and lie beside each other."""
+    operator = load_common("cuda").mask_logits
+
+    def by_peer(row: Tensor, allowed: Tensor) -> Tensor:
+        return row.masked_fill_(~allowed, -torch.inf)
+
+    for num_rows in bench.arguments.tokens or ROWS:
+        num_bytes = num_rows * VOCABULARY * 2
+        logits = logits_of(num_rows, min(MOST_SETS, max(2, ROTATED_BYTES // num_bytes)))
+        mask = torch.zeros(num_rows, VOCABULARY // 32, dtype=torch.int32, device="cuda")
+        mask[:, : VOCABULARY // 256] = -1
+        allowed = torch.arange(VOCABULARY, device="cuda") < VOCABULARY // 256 * 32
+        rows = torch.arange(num_rows, dtype=torch.int32, device="cuda")
+        calls: dict[str, Call] = {
+            OURS: lambda index, logits=logits, mask=mask, rows=rows: operator(
+                logits[index], mask, rows
+            ),
+            "PyTorch": lambda index, logits=logits, allowed=allowed: by_peer(
+                logits[index], allowed
+            ),
+        }
+        _time(bench, "mask_logits", calls, len(logits), num_rows)
+
+
 def _time(
     bench: Bench, name: str, calls: dict[str, Call], sets: int, num_rows: int, **own: object
 ) -> None:
@@ -180,7 +205,7 @@ def _time(
         )
 
 
-RUNS = {"sample": bench_sample, "logprobs": bench_logprobs}
+RUNS = {"sample": bench_sample, "logprobs": bench_logprobs, "mask_logits": bench_mask_logits}
 
 
 def main() -> None:

@@ -209,6 +209,9 @@ class Launched:
     def run(self) -> None:
         self.output = self._runner.compute(self.step, self._rows)
 
+    def guide(self) -> None:
+        raise AssertionError("a runner without a vocabulary has no guided step")
+
     def result(self) -> StepOutput:
         self._runner.ask(self)
         if self.output is None:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from llguidance import LLTokenizer, TokenizerWrapper
 
 from gptoss_harmony import vocabulary
 from gptoss_harmony.vocabulary import Vocabulary
@@ -26,6 +27,24 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def loaded(own_cache: None) -> Vocabulary:
     assert "GPTOSS_CACHE" in os.environ
     return vocabulary.load()
+
+
+@pytest.fixture(scope="session")
+def tokens(loaded: Vocabulary) -> LLTokenizer:
+    """The vocabulary as the engine has it for grammars."""
+    known = SimpleNamespace(tokens=loaded.token_bytes, bos_token_id=None)
+    known.special_token_ids = range(vocabulary.FIRST_CONTROL, vocabulary.NUM_TOKENS)
+    known.eos_token_id = vocabulary.RETURN
+
+    class Tokens:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(known, name)
+
+        def __call__(self, text: str) -> list[int]:
+            return loaded.encode(text)
+
+    ends: list[int] = [*vocabulary.STOP_TOKEN_IDS]
+    return LLTokenizer(TokenizerWrapper(Tokens()), n_vocab=vocabulary.NUM_TOKENS, eos_token=ends)
 
 
 class FakeTensor:

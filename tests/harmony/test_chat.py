@@ -262,10 +262,9 @@ def test_many_tools_are_limited_together() -> None:
         parse_tools(json.dumps(tools))
 
 
-@pytest.mark.parametrize("given", [[{"type": "web_search"}], [tool(strict=True)]])
-def test_tools_that_are_not_built_are_named(given: Any) -> None:
+def test_tools_that_are_not_built_are_named() -> None:
     with pytest.raises(UnsupportedChat, match=r"tools\[0\]"):
-        parse_tools(json.dumps(given))
+        parse_tools('[{"type": "web_search"}]')
 
 
 def test_a_chat_with_everything() -> None:
@@ -298,17 +297,11 @@ def test_tool_choice_none_offers_no_tools(choice: str) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "kind"),
     [
-        ("tool_choice", "required", UnsupportedChat),
-        ("tool_choice", '{"type": "function", "function": {"name": "f"}}', UnsupportedChat),
         ("tool_choice", "sometimes", InvalidChat),
         ("tool_choice", "{", InvalidChat),
-        ("response_format", '{"type": "json_object"}', UnsupportedChat),
-        ("response_format", '{"type": "json_schema", "json_schema": {}}', UnsupportedChat),
-        ("response_format", '{"type": "xml"}', InvalidChat),
         ("response_format", "text", InvalidChat),
         ("reasoning_effort", "extreme", InvalidChat),
         ("reasoning_effort", "High", InvalidChat),
-        ("parallel_tool_calls", False, UnsupportedChat),
     ],
 )
 def test_a_bad_choice_is_refused_by_name(field: str, value: Any, kind: type[InvalidChat]) -> None:

@@ -29,6 +29,21 @@ def test_the_engine_gets_the_users_stop_ids_and_the_formats(
     assert len(sampling["stop_token_ids"]) <= 128
 
 
+def test_a_guide_is_among_what_the_engine_gets(model: Any, request_type: Any) -> None:
+    guided = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "yes|no"}
+    requests = [
+        request_type(text_input="Hi", response_format='{"type": "json_object"}'),
+        request_type(text_input="Hi", **guided),
+        request_type(text_input="Hi", raw_prompt=True, **guided),
+        request_type(text_input="Hi", response_format='{"type": "text"}'),
+    ]
+    *held, free = (json.loads(each.outputs["sampling"]) for each in model.execute(requests))
+    for sampling in held:
+        assert sampling["guide"]["type"] == "grammars"
+        assert len(json.loads(sampling["guide"]["value"])) == 2
+    assert "guide" not in free
+
+
 def test_a_refusal_has_its_code_and_harms_no_other(
     model: Any, request_type: Any, triton: Any
 ) -> None:

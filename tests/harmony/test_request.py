@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gptoss_harmony.request import MAX_TEXT_BYTES, EnsembleRequest, read_request
-from gptoss_harmony.types import InvalidChat, UnsupportedChat
+from gptoss_harmony.types import InvalidChat, TextFormat, UnsupportedChat
 
 
 def _read(**inputs: Any) -> EnsembleRequest:
@@ -164,6 +164,19 @@ def test_the_servers_own_parameters_pass() -> None:
 def test_a_raw_prompt_stands_alone(name: str) -> None:
     with pytest.raises(InvalidChat, match=f"^{name} cannot be given with raw_prompt"):
         _read(raw_prompt=True, **{name: b"x"})
+
+
+def test_a_guide_comes_with_a_chat_or_a_raw_prompt() -> None:
+    guide = {"guided_decoding_guide_type": b"regex", "guided_decoding_guide": b"a+"}
+    expected = TextFormat("lark", text="start: /a+/")
+    request = _read(**guide)
+    assert request.chat is not None
+    assert request.chat.text_format == expected
+    assert request.text_format is None
+    request = _read(raw_prompt=True, **guide)
+    assert request.text_format == expected
+    with pytest.raises(InvalidChat, match="guided_decoding_guide_type must be one of"):
+        _read(raw_prompt=True, guided_decoding_guide_type=b"xml")
 
 
 @pytest.mark.parametrize("text", ["a ", "中", '"'])

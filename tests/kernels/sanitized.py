@@ -45,6 +45,7 @@ from gptoss_kernels.cuda import (
     grouped_fp8,
     linear_fp8_few,
     logprobs,
+    mask_logits,
     rope,
     sample,
     transfer,
@@ -899,6 +900,17 @@ def sampling_calls() -> Iterator[Call]:
         expected = reference.logprobs(*given)
         return max(norm_error(found[i], expected[i]) for i in range(3))
 
+    def masked() -> float:
+        logits = spread_logits("peaked", 6, vocabulary, torch.bfloat16, seed=0)
+        mask = torch.randint(-(2**31), 2**31, (4, -(-vocabulary // 32))).int()
+        mask[0], mask[1] = -1, 0
+        rows = torch.tensor([5, 0, 6, 3], dtype=torch.int32)
+        gpu_logits, gpu_mask, gpu_rows = on_gpu(logits, mask, rows)
+        mask_logits.mask_logits(gpu_logits, gpu_mask, gpu_rows)
+        reference.mask_logits(logits, mask, rows)
+        return float(not torch.equal(gpu_logits.cpu().view(torch.int16), logits.view(torch.int16)))
+
+    yield Call((mask_logits.spec(),), masked)
     for cluster in (8, 16):
         yield Call((sample.spec(vocabulary, cluster=cluster),), partial(sampled, cluster))
     yield Call((logprobs.spec(vocabulary),), told)

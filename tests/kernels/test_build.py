@@ -23,6 +23,7 @@ from gptoss_kernels.cuda.linear import choose_tile as choose_rows_tile
 from gptoss_kernels.cuda.linear_fp8 import choose as choose_linear_tile
 from gptoss_kernels.cuda.linear_fp8_few import FewTile
 from gptoss_kernels.cuda.logprobs import spec as logprobs_spec
+from gptoss_kernels.cuda.mask_logits import spec as mask_logits_spec
 from gptoss_kernels.cuda.norm_route import RouteTile, choice_spec
 from gptoss_kernels.cuda.quantise import spec as quantise_spec
 from gptoss_kernels.cuda.reduction import ONE_SHOT_BYTES
@@ -116,6 +117,7 @@ def test_what_is_served_is_what_operators_choose() -> None:
     for rows in (1, 8, 9, 128):
         assert sample_spec(201_088, cluster=choose_cluster(rows)) in served
     assert logprobs_spec(201_088) in served
+    assert mask_logits_spec() in served
     assert len({str(spec) for spec in served}) == len(served)
 
 

@@ -603,6 +603,23 @@ def test_swiglu_clamps_the_gate_from_above_only():
     assert reference.swiglu(gate_up, 1.702, 7.0).tolist() == [pytest.approx(expected, rel=1e-5)]
 
 
+def test_mask_logits():
+    """40 tokens, so two words; of the rows one is left out, and one is none."""
+    logits = random(3, 40)
+    before = logits.clone()
+    allowed = {0: {0, 31, 32}, 2: set(range(1, 40)) - {33}}
+    words = [
+        [sum(1 << v - first for v in range(first, first + 32) if v in ids) for first in (0, 32)]
+        for ids in (allowed[2], allowed[0], set())
+    ]
+    mask = torch.tensor(words, dtype=torch.int64).to(torch.int32)
+    reference.mask_logits(logits, mask, torch.tensor([2, 0, -1], dtype=torch.int32))
+    for row in range(3):
+        for v in range(40):
+            stays = v in allowed.get(row, range(40))
+            assert logits[row, v] == (before[row, v] if stays else -math.inf)
+
+
 def test_select_rows():
     hidden = random(5, 3)
     assert torch.equal(reference.select_rows(hidden, torch.tensor([3, 1])), hidden[[3, 1]])

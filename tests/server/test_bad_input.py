@@ -70,6 +70,19 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
         {"text_input": "x", "max_tokens": 4, "sampling_parameters": '{"max_tokens": 5}'},
         "max_tokens and max_tokens in sampling_parameters must agree, got 4 and 5",
     ),
+    ({"text_input": "x", "tool_choice": "required"}, "tool_choice required needs tools"),
+    (
+        {"text_input": "x", "response_format": '{"type": "xml"}'},
+        "response_format.type must be text, json_object or json_schema",
+    ),
+    (
+        {
+            "text_input": "x",
+            "guided_decoding_guide_type": "json_schema",
+            "guided_decoding_guide": '{"not": {}}',
+        },
+        'guided_decoding_guide cannot be followed: Unimplemented keys: ["not"]',
+    ),
     ({"text_input": "word " * 140_000}, "tokens, so that max_model_len (131072) leaves one"),
 ]
 UNBUILT: list[tuple[dict[str, Any], str]] = [
@@ -80,13 +93,6 @@ UNBUILT: list[tuple[dict[str, Any], str]] = [
     ({"prompt_logprobs": 1}, "prompt_logprobs is not built"),
     ({"priority": 1}, "priority is not built"),
     ({"logit_bias": '{"1": 2}'}, "logit_bias is not built"),
-    ({"guided_decoding_guide_type": "json"}, "guided_decoding_guide_type is not built"),
-    ({"guided_decoding_guide": "{}"}, "guided_decoding_guide is not built"),
-    (
-        {"response_format": '{"type": "json_object"}'},
-        "response_format json_object is not supported",
-    ),
-    ({"tool_choice": "required"}, 'tool_choice "required" is not supported'),
     ({"sampling_parameters": '{"best_of": 2}'}, "best_of is not built"),
     ({"sampling_parameters": '{"bad_words": ["x"]}'}, "bad_words is not built"),
 ]
@@ -141,7 +147,8 @@ def test_bad_field_over_http(
     ("name", "value", "code"),
     [
         ("reasoning_effort", "huge", "INVALID_ARGUMENT"),
-        ("tool_choice", "required", "UNIMPLEMENTED"),
+        ("tool_choice", "required", "INVALID_ARGUMENT"),
+        ("logit_bias", '{"1": 2}', "UNIMPLEMENTED"),
     ],
 )
 def test_codes(client: Client, name: str, value: str, code: str) -> None:

@@ -225,12 +225,13 @@ def _reduction(model: ModelSizes) -> Iterator[KernelSpec]:
 
 
 def _sampling(model: ModelSizes) -> Iterator[KernelSpec]:
-    from gptoss_kernels.cuda import logprobs, sample, transfer
+    from gptoss_kernels.cuda import logprobs, mask_logits, sample, transfer
     from gptoss_kernels.cuda.sampling import choose_cluster
 
     for num_rows in _NUM_TOKENS:
         yield sample.spec(model.vocabulary, cluster=choose_cluster(num_rows))
     yield logprobs.spec(model.vocabulary)
+    yield mask_logits.spec()
     yield from (transfer.spec(from_host=from_host) for from_host in (True, False))
 
 

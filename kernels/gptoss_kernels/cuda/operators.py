@@ -13,6 +13,7 @@ from gptoss_kernels.cuda.grouped_swiglu_fp8 import grouped_swiglu_fp8
 from gptoss_kernels.cuda.linear import linear
 from gptoss_kernels.cuda.linear_fp8 import linear_fp8, quantised_linear_fp8
 from gptoss_kernels.cuda.logprobs import logprobs
+from gptoss_kernels.cuda.mask_logits import mask_logits
 from gptoss_kernels.cuda.norm_route import norm_route
 from gptoss_kernels.cuda.quantise import quantise
 from gptoss_kernels.cuda.rms_norm_fp8 import rms_norm, rms_norm_fp8
@@ -35,6 +36,7 @@ __all__ = [
     "linear",
     "linear_fp8",
     "logprobs",
+    "mask_logits",
     "norm_route",
     "quantise",
     "quantised_linear_fp8",
