@@ -12,11 +12,12 @@ import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import openai
 import pytest
 from openai import OpenAI
+from pydantic import BaseModel, Field
 
 from gptoss_backend import gateway as gateways
 from gptoss_backend.gateway import Gateway, bind, load_gateway
@@ -34,6 +35,13 @@ ASK: dict[str, Any] = {**GREEDY, "messages": [{"role": "user", "content": QUESTI
 WEATHER: Any = {"role": "user", "content": "What is the weather in Paris?"}
 SUNNY = '{"temperature": 21, "sky": "sunny"}'
 FLAT_TOOL: Any = {"type": "function", **WEATHER_TOOL["function"]}
+
+
+class Sum(BaseModel):
+    sum: Annotated[int, Field(ge=0, le=99)]
+    is_even: bool
+
+
 # It never ends by itself within a test.
 ENDLESS: dict[str, Any] = {
     "model": MODEL,
@@ -121,6 +129,36 @@ class TestChat:
         told = create(**shared, messages=[WEATHER, turn, result])
         assert "21" in (told.choices[0].message.content or "")
         assert told.choices[0].finish_reason == "stop"
+
+    def test_an_answer_follows_its_schema(self, openai_client: OpenAI) -> None:
+        reply = openai_client.chat.completions.parse(**ASK, response_format=Sum)
+        (choice,) = reply.choices
+        assert choice.message.parsed is not None
+        assert choice.message.parsed.is_even in (True, False)
+        assert getattr(choice.message, "reasoning_content", "").startswith("17")
+        assert choice.finish_reason == "stop"
+
+    def test_an_answer_is_an_object(self, openai_client: OpenAI) -> None:
+        wanted: Any = {"type": "json_object"}
+        reply = openai_client.chat.completions.create(
+            **ASK, response_format=wanted, max_completion_tokens=400
+        )
+        (choice,) = reply.choices
+        assert choice.finish_reason == "stop"
+        assert isinstance(json.loads(choice.message.content or ""), dict)
+
+    def test_a_call_is_required_of_one_tool(self, openai_client: OpenAI) -> None:
+        tool: Any = {"type": "function", "function": {**WEATHER_TOOL["function"], "strict": True}}
+        named: Any = {"type": "function", "function": {"name": "get_weather"}}
+        for choice in ("required", named):
+            reply = openai_client.chat.completions.create(
+                **ASK, tools=[tool], tool_choice=choice, parallel_tool_calls=False
+            )
+            assert reply.choices[0].finish_reason == "tool_calls"
+            (call,) = reply.choices[0].message.tool_calls or ()
+            assert call.type == "function"
+            assert call.function.name == "get_weather"
+            assert list(json.loads(call.function.arguments)) == ["city"]
 
     def test_logprobs_are_the_contents(self, openai_client: OpenAI) -> None:
         reply = openai_client.chat.completions.create(**ASK, logprobs=True, top_logprobs=2)
@@ -262,6 +300,13 @@ class TestResponses:
             assert added == done == 2
         assert "response.reasoning_text.delta" in kinds
 
+    def test_a_response_follows_its_schema(self, openai_client: OpenAI) -> None:
+        reply = openai_client.responses.parse(
+            model=MODEL, temperature=0, input=QUESTION, text_format=Sum
+        )
+        assert reply.status == "completed"
+        assert reply.output_parsed is not None
+
     def test_a_round_trip_of_a_tool_by_the_previous_response(self, openai_client: OpenAI) -> None:
         create = openai_client.responses.create
         asked = create(**GREEDY, input=WEATHER["content"], tools=[FLAT_TOOL])
@@ -329,7 +374,7 @@ def test_an_agent_asks_its_tool(gateway: Gateway, client: Client, api: str, stre
     set_tracing_disabled(True)
     cities: list[str] = []
 
-    @function_tool(name_override="get_weather", strict_mode=False)
+    @function_tool(name_override="get_weather")
     def get_weather(city: str) -> str:
         """Get the current weather in a city."""
         cities.append(city)
