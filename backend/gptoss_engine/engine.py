@@ -21,7 +21,6 @@ from gptoss_engine.decoding.plain import PlainDecoder
 from gptoss_engine.model_config import ModelConfig
 from gptoss_engine.page_pool import PagePool
 from gptoss_engine.replicas import Replicas
-from gptoss_engine.runner import load_runner
 from gptoss_engine.scheduler import Scheduler
 from gptoss_engine.sequence import ScheduledStep, Sequence, StepOutput
 from gptoss_engine.types import (
@@ -538,7 +537,9 @@ def keep_for_good() -> None:
 
 def load_engine(config: EngineConfig) -> Engine:
     """The whole engine for a configuration: weights loaded, cache allocated."""
+    # Here, so that who needs the loop alone waits neither for torch nor for llguidance.
     from gptoss_engine.guides import guides_of
+    from gptoss_engine.runner import load_runner
 
     runner = load_runner(config)
     model = runner.model_config

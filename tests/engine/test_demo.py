@@ -19,8 +19,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GptOssForCausalLM
-from transformers.utils.quantization_config import Mxfp4Config
 
 from gptoss_engine import demo
 from gptoss_engine.config import InvalidConfig
@@ -278,6 +276,10 @@ def test_mxfp4_rounds_to_the_nearest_value_of_its_grid(training):
 
 def test_unseen_sums_in_transformers(tmp_path, monkeypatch):
     """The package's weights mean to others what they mean to us: greedy, float32."""
+    # Several seconds, which all who collect tests would wait for.
+    from transformers import GptOssForCausalLM
+    from transformers.utils.quantization_config import Mxfp4Config
+
     monkeypatch.setenv("GPTOSS_CACHE", str(tmp_path))
     harmony = HarmonyFormat.load()
     model: Any = GptOssForCausalLM.from_pretrained(

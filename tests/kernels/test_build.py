@@ -174,11 +174,16 @@ def test_a_refused_kernel_says_why(tmp_path: Path) -> None:
 
 
 def test_a_compiler_that_dies_costs_its_own_kernel_alone(tmp_path: Path) -> None:
-    deadly = Deadly("deadly", ())
-    sound = KernelSpec("sums", (), generated=SUMS)
-    results = {each.spec: each for each in build.build([deadly, sound], jobs=1, cache=tmp_path)}
-    assert results[deadly].faults == ("its compiler's process ended with SIGABRT",)
-    assert results[sound].faults == ()
+    """By the first of its process's kernels, and by one that follows another."""
+    kernels = [
+        Deadly("deadly", ()),
+        KernelSpec("sums", (), generated=SUMS),
+        Deadly("as deadly", ()),
+        KernelSpec("sums", (), generated=SUMS, is_hot=False),
+    ]
+    results = {each.spec: each for each in build.build(kernels, jobs=1, cache=tmp_path)}
+    ended = ("its compiler's process ended with SIGABRT",)
+    assert [results[kernel].faults for kernel in kernels] == [ended, (), ended, ()]
 
 
 def test_what_was_built_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

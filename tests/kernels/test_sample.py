@@ -71,8 +71,10 @@ def at_borders(
 
 # Of one vector, of fewer than there are blocks, of a whole cell in each block and a vector more, of
 # several cells a warp.
-@pytest.mark.parametrize("cluster", [8, 16])
-@pytest.mark.parametrize("vocab_size", [8, 40, 2048, 2056, 40_000])
+@pytest.mark.parametrize(
+    ("vocab_size", "cluster"),
+    [(8, 8), (40, 8), (2048, 8), (2056, 8), (40_000, 8), (40, 16), (4104, 16), (40_000, 16)],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_the_references(kind: str, vocab_size: int, cluster: Cluster) -> None:
     num_rows = 10 if vocab_size < 40_000 else 6
@@ -262,13 +264,14 @@ WRONG_LINES = {
     "nobody waits for the largest": (WAITS + "    const uint64_t b", "    const uint64_t b"),
     "nobody waits for the totals": (WAITS + "    if (!is_first", "    if (!is_first"),
 }
+# What sees the most in the least time comes first.
 CASES = (
+    lambda: case("peaked", 10, 6000, BF16),
+    lambda: case("zeros", 10, 6000, BF16),
+    lambda: at_borders("peaked", 12, 2056, BF16),
+    lambda: case("tied", 10, 6000, BF16),
+    lambda: case("near", 10, 6000, FP32),
     lambda: at_borders("near", 40, 2056, FP32),
-    lambda: at_borders("peaked", 40, 2056, BF16),
-    *(
-        lambda kind=kind, dtype=dtype: case(kind, 10, 6000, dtype)
-        for kind, dtype in (("tied", BF16), ("zeros", BF16), ("near", FP32), ("peaked", BF16))
-    ),
 )
 
 

@@ -7,19 +7,22 @@ from typing import Any
 
 import pytest
 
+from gptoss_backend.cli.bench.clients import run_clients
+from gptoss_backend.cli.bench.load import ALL_AT_ONCE, Load
+from gptoss_backend.cli.bench.workloads import Ask
+from gptoss_backend.cli.errors import CommandFailed
+
+from .clients import Client
+
 pytestmark = [pytest.mark.server, pytest.mark.timeout(200)]
-
-
-def run_bench(*flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from gptoss_backend.cli import main; main()"]
-    return subprocess.run(
-        [*command, "bench", "serve", *flags], capture_output=True, text=True, timeout=180
-    )
 
 
 def bench_serve(*flags: str) -> tuple[str, list[dict[str, Any]]]:
     """The table and the lines."""
-    done = run_bench(*flags)
+    command = [sys.executable, "-c", "from gptoss_backend.cli import main; main()"]
+    done = subprocess.run(
+        [*command, "bench", "serve", *flags], capture_output=True, text=True, timeout=180
+    )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     parsed = [json.loads(line) for line in lines if line.startswith("{")]
@@ -46,11 +49,11 @@ def test_both_sides_are_measured_under_the_same_load() -> None:
 
 def test_random_token_ids_come_at_random_times() -> None:
     table, lines = bench_serve(
-        *("--num-requests", "6", "--rates", "20,inf", "--input-len", "9", "--output-len", "4"),
+        *("--num-requests", "6", "--rates", "5,inf", "--input-len", "9", "--output-len", "4"),
         *("--goodput", "ttft:0.001", "--goodput", "tpot:600000", "--client-processes", "2"),
     )
     assert "inf" in table
-    assert [line["rate"] for line in lines] == ["20", "inf"]
+    assert [line["rate"] for line in lines] == ["5", "inf"]
     for line in lines:
         assert (line["input_len"], line["tokens"], line["requests"]) == (9, 4, 6)
         assert 6 <= line["responses"] <= 6 * 4  # merged where a client is slow
@@ -59,16 +62,23 @@ def test_random_token_ids_come_at_random_times() -> None:
         assert 0 < p50 <= p90 <= p99
         assert line["goodput"] == {"ttft": 0.001, "tpot": 600000}
         assert line["goodput_requests_per_s"] == 0
-    # The last of six at 20 a second is due long after the first.
+    # The last of six at 5 a second is due long after the first.
     assert lines[0]["requests_per_s"] < lines[1]["requests_per_s"]
 
 
-def test_a_request_that_the_server_refuses_is_a_sentence() -> None:
-    done = run_bench(
-        "--num-requests", "2", "--rates", "inf", "--input-len", "200", "--max-model-len", "100"
-    )
-    assert done.returncode == 1
-    assert done.stdout == ""
-    (sentence,) = done.stderr.splitlines()
-    assert sentence.startswith("gptoss: a request failed: ")
-    assert "at most 99 tokens" in sentence
+def test_a_request_that_the_server_refuses_is_a_sentence(client: Client) -> None:
+    long = Ask("gpt_oss_engine", {"input_ids": [1] * 131_072}, "token_ids")
+    answered: list[None] = []
+    with pytest.raises(CommandFailed) as failed:
+        run_clients(
+            client.server.ports.url("grpc"),
+            Load(2, rate=ALL_AT_ONCE),
+            lambda number: long,
+            output_len=1,
+            seed=0,
+            processes=1,
+            on_answer=lambda: answered.append(None),
+        )
+    assert str(failed.value).startswith("a request failed: ")
+    assert "at most 131071 tokens" in str(failed.value)
+    assert not answered

@@ -1,4 +1,8 @@
-"""A real tritonserver whose engine has a process of its own: the same answers, and its death."""
+"""A real tritonserver whose engine has a process of its own: the same answers, and its death.
+
+One server for all tests, in their order: in the second its engine dies and is loaded again, and
+the last one ends it.
+"""
 
 import json
 import os
@@ -23,10 +27,11 @@ PROMPT = [200006, 1428, 200008, 4827, 382, 220, 1422, 659, 220, 1161, 30, 200007
 FOREVER = {"text_input": "x", "ignore_eos": True, "max_tokens": 100_000}
 
 
-@pytest.fixture
-def apart(tmp_path: Path) -> Iterator[Client]:
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     config = EngineConfig(engine_process="on", max_num_seqs=2, max_waiting_requests=0)
-    with TritonServer(config, Ports.free(), tmp_path / "log") as running:
+    log = tmp_path_factory.mktemp("apart") / "log"
+    with TritonServer(config, Ports.free(), log) as running:
         running.wait_ready(START_SECONDS)
         yield Client(running)
 
@@ -42,8 +47,7 @@ def _engine_process(server: TritonServer) -> int:
     return found
 
 
-def test_answers_refusals_aborts_metrics_and_drain(apart: Client) -> None:
-    engine = _engine_process(apart.server)
+def test_answers_refusals_aborts_and_metrics(apart: Client) -> None:
     assert apart.ask(text_input="What is 17 + 25?", temperature=0.0).text == "17 + 25 = 42."
     sampling = json.dumps({"temperature": 0, "max_tokens": 12, "logprobs": 1})
     responses = apart.generate(input_ids=PROMPT, sampling=sampling)
@@ -62,17 +66,6 @@ def test_answers_refusals_aborts_metrics_and_drain(apart: Client) -> None:
             apart.ask(text_input="x")
         eventually(lambda: apart.metrics()["vllm:num_requests_running"] == 2, 5)
     eventually(apart.is_idle, 5)
-
-    with ChatClient(apart.server.ports.url("grpc")) as connection:
-        inputs = {"input_ids": PROMPT, "sampling": '{"ignore_eos": true, "max_tokens": 60}'}
-        with closing(connection.stream("gpt_oss_engine", inputs)) as stream:
-            next(stream)
-            assert apart.server.drain(30)
-            assert [*stream][-1]["finish_reason"] == "length"
-    with pytest.raises(RequestFailed, match="draining"):
-        apart.ask(text_input="x")
-    apart.server.stop()
-    eventually(lambda: not _is_running(engine), 10)
 
 
 def test_a_killed_engine_is_told_as_data_and_the_model_can_be_loaded_again(apart: Client) -> None:
@@ -99,23 +92,18 @@ def test_a_killed_engine_is_told_as_data_and_the_model_can_be_loaded_again(apart
     assert sum(len(each["token_ids"]) for each in responses) == 3
 
 
-def test_a_killed_model_process_takes_its_engine_with_it(apart: Client) -> None:
+def test_drain_and_stop(apart: Client) -> None:
     engine = _engine_process(apart.server)
-    with apart.open(**FOREVER) as answer:
-        next(answer)
-        parent = int(Path(f"/proc/{engine}/stat").read_text().rpartition(")")[2].split()[1])
-        os.kill(parent, signal.SIGKILL)
-        eventually(lambda: not _is_running(engine), 5)
-
-
-def test_a_model_that_refuses_to_load_says_why_from_there(tmp_path: Path) -> None:
-    config = EngineConfig(engine_process="on", num_window_pages=1)
-    with (
-        TritonServer(config, Ports.free(), tmp_path / "log") as server,
-        pytest.raises(ServerError) as failure,
-    ):
-        server.wait_ready(START_SECONDS)
-    assert str(failure.value).startswith("num_window_pages must be at least ")
+    with ChatClient(apart.server.ports.url("grpc")) as connection:
+        inputs = {"input_ids": PROMPT, "sampling": '{"ignore_eos": true, "max_tokens": 60}'}
+        with closing(connection.stream("gpt_oss_engine", inputs)) as stream:
+            next(stream)
+            assert apart.server.drain(30)
+            assert [*stream][-1]["finish_reason"] == "length"
+    with pytest.raises(RequestFailed, match="draining"):
+        apart.generate(input_ids=PROMPT)
+    apart.server.stop()
+    eventually(lambda: not _is_running(engine), 10)
 
 
 def _has_failed(server: TritonServer) -> bool:

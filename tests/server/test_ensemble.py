@@ -120,11 +120,11 @@ def test_plain_tritonclient_over_http(client: Client) -> None:
 
 
 def test_many_streams_at_once_are_each_as_alone(client: Client) -> None:
-    questions = [f"What is {a} + {b}?" for a, b in unseen_sums(16, seed=1)]
+    questions = [f"What is {a} + {b}?" for a, b in unseen_sums(8, seed=1)]
     requests = [{"text_input": each, "temperature": 0.0, "max_tokens": 40} for each in questions]
     alone = [client.ask(**request) for request in requests]
-    together = client.ask_all(requests * 4, num_at_once=64)
-    for request, answer, expected in zip(requests * 4, together, alone * 4, strict=True):
+    together = client.ask_all(requests * 8, num_at_once=64)
+    for request, answer, expected in zip(requests * 8, together, alone * 8, strict=True):
         assert answer.reasoning == expected.reasoning, request
         assert answer.text == expected.text, request
         assert answer.finish_reasons == expected.finish_reasons, request
@@ -192,7 +192,7 @@ def test_clients_that_leave_the_queue_are_not_served(client: Client) -> None:
 
 
 def test_unseen_sums_are_right(client: Client) -> None:
-    sums = unseen_sums(200)
+    sums = unseen_sums(96)  # more than find a seat at once
     requests = [
         {"text_input": f"What is {a} + {b}?", "temperature": 0.0, "stream": False} for a, b in sums
     ]
@@ -202,7 +202,7 @@ def test_unseen_sums_are_right(client: Client) -> None:
         for pair, answer in zip(sums, answers, strict=True)
         if answer.text != f"{pair[0]} + {pair[1]} = {sum(pair)}."
     ]
-    assert len(wrong) <= 10, wrong
+    assert len(wrong) <= 4, wrong
 
 
 def test_calls_a_tool_and_answers_from_its_result(client: Client) -> None:

@@ -68,45 +68,52 @@ def full(small: Client) -> Iterator[Client]:
         yield small
 
 
-def test_codes_of_the_engine_model(small: Client) -> None:
-    with tritonclient.InferenceServerClient(small.server.ports.url("grpc")) as grpc:
+@pytest.fixture(scope="module")
+def plain(small_server: TritonServer) -> Iterator[tritonclient.InferenceServerClient]:
+    """Of the server, which has plain_engine, too, until it is stopped."""
+    with tritonclient.InferenceServerClient(small_server.ports.url("grpc")) as grpc:
         grpc.load_model("plain_engine")
-
-        def refusal(inputs: dict[str, Any], **parameters: Any) -> tuple[str | None, str]:
-            with pytest.raises(InferenceServerException) as failure:
-                grpc.infer("plain_engine", as_tensors(inputs), parameters=parameters)
-            return failure.value.status(), failure.value.message()
-
-        many_digits = '{"seed": %s}' % ("9" * 5000)
-        for inputs, parameters in (
-            ({}, {}),
-            ({"input_ids": [-1]}, {}),
-            ({"input_ids": PROMPT, "sampling": many_digits}, {}),
-            ({"input_ids": PROMPT}, {"temperature": 0}),
-            ({"abort": "nobody"}, {"reason": "length"}),
-            ({}, {"drain": "x"}),
-            ({}, {"drain": "x", "seconds": 1}),
-        ):
-            code, sentence = refusal(inputs, **parameters)
-            assert code == "StatusCode.INVALID_ARGUMENT", sentence
-        key = small.server._control_key
-        grpc.infer("plain_engine", [], parameters={"drain": key, "seconds": 0})
-        code, sentence = refusal({"input_ids": PROMPT})
-        assert code == "StatusCode.UNAVAILABLE"
-        assert "draining" in sentence
-        grpc.unload_model("plain_engine")
+        yield grpc
 
 
-def test_two_engine_models_count_apart(small: Client) -> None:
+def test_two_engine_models_count_apart(
+    small: Client, plain: tritonclient.InferenceServerClient
+) -> None:
     running = "vllm:num_requests_running"
-    with tritonclient.InferenceServerClient(small.server.ports.url("grpc")) as grpc:
-        grpc.load_model("plain_engine")
-        eventually(lambda: small.metrics("plain_engine").get(running) == 0, 5)
-        with small.open(text_input="x", ignore_eos=True, max_tokens=100_000) as responses:
-            next(responses)
-            eventually(lambda: small.metrics()[running] == 1, 5)
-            assert small.metrics("plain_engine")[running] == 0
-        grpc.unload_model("plain_engine")
+    eventually(lambda: small.metrics("plain_engine").get(running) == 0, 5)
+    with small.open(text_input="x", ignore_eos=True, max_tokens=100_000) as responses:
+        next(responses)
+        eventually(lambda: small.metrics()[running] == 1, 5)
+        assert small.metrics("plain_engine")[running] == 0
+
+
+def test_codes_of_the_engine_model(
+    small: Client, plain: tritonclient.InferenceServerClient
+) -> None:
+    """The last one for plain_engine, which is drained."""
+
+    def refusal(inputs: dict[str, Any], **parameters: Any) -> tuple[str | None, str]:
+        with pytest.raises(InferenceServerException) as failure:
+            plain.infer("plain_engine", as_tensors(inputs), parameters=parameters)
+        return failure.value.status(), failure.value.message()
+
+    many_digits = '{"seed": %s}' % ("9" * 5000)
+    for inputs, parameters in (
+        ({}, {}),
+        ({"input_ids": [-1]}, {}),
+        ({"input_ids": PROMPT, "sampling": many_digits}, {}),
+        ({"input_ids": PROMPT}, {"temperature": 0}),
+        ({"abort": "nobody"}, {"reason": "length"}),
+        ({}, {"drain": "x"}),
+        ({}, {"drain": "x", "seconds": 1}),
+    ):
+        code, sentence = refusal(inputs, **parameters)
+        assert code == "StatusCode.INVALID_ARGUMENT", sentence
+    key = small.server._control_key
+    plain.infer("plain_engine", [], parameters={"drain": key, "seconds": 0})
+    code, sentence = refusal({"input_ids": PROMPT})
+    assert code == "StatusCode.UNAVAILABLE"
+    assert "draining" in sentence
 
 
 def test_a_full_engine_refuses_at_once(full: Client) -> None:

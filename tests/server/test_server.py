@@ -21,7 +21,7 @@ from gptoss_backend.client import ChatClient, RequestFailed
 from gptoss_backend.installation import ServerError, model_repository
 from gptoss_backend.launch import shared_memory_prefix
 from gptoss_backend.pulse import Pulse
-from gptoss_backend.server import Ports, TritonServer, sweep_leftovers
+from gptoss_backend.server import Ports, TritonServer, _children, _is_running, sweep_leftovers
 from gptoss_engine.config import EngineConfig
 
 from .clients import Client, eventually
@@ -117,10 +117,15 @@ def test_sweep_frees_what_dead_servers_left_and_nothing_else() -> None:
 
 
 @pytest.mark.server
-def test_dead_model_process_is_reported() -> None:
-    with TritonServer(EngineConfig(), Ports.free()) as server:
+def test_a_dead_model_process_is_reported_and_takes_its_engine_with_it() -> None:
+    with TritonServer(EngineConfig(engine_process="on"), Ports.free()) as server:
         server.wait_ready(START_SECONDS)
-        os.kill(_engine_process(server), signal.SIGKILL)
+        model = _engine_process(server)
+        (engine,) = _children(model)
+        with Client(server).open(text_input="x", ignore_eos=True, max_tokens=100_000) as answer:
+            next(answer)
+            os.kill(model, signal.SIGKILL)
+            eventually(lambda: not _is_running(engine), 5)
         failure = _wait_for_failure(server)
         pid = server.pid
     assert "1 of tritonserver's model processes died" in failure
@@ -218,10 +223,11 @@ cli.main()
 
 
 @pytest.mark.server
-@pytest.mark.parametrize("engine_process", ["off", "on"])
-def test_serve_drains_on_sigterm(tmp_path: Path, engine_process: str) -> None:
+@pytest.mark.parametrize(
+    "options", [("--engine-process", "off"), ("--device", "cpu", "--dp", "2")], ids=" ".join
+)
+def test_serve_drains_on_sigterm(tmp_path: Path, options: tuple[str, ...]) -> None:
     ports = Ports.free()
-    options = ("--engine-process", engine_process)
     with (
         _serving(ports, tmp_path / "log", model_repository(), *options) as serve,
         ChatClient(ports.url("grpc")) as client,
@@ -397,7 +403,8 @@ def test_metrics_under_the_names_of_dashboards(client: Client) -> None:
 
 @pytest.mark.server
 def test_a_model_that_refuses_to_load_says_why(tmp_path: Path) -> None:
-    config = EngineConfig(num_window_pages=1)
+    """Out of the engine's own process, through its parent's and the server's log."""
+    config = EngineConfig(engine_process="on", num_window_pages=1)
     with (
         TritonServer(config, Ports.free(), tmp_path / "log") as server,
         pytest.raises(ServerError) as failure,

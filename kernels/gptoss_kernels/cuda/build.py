@@ -1,21 +1,25 @@
 """All kernels that the served models can take, compiled ahead of time: for images, and for tests.
 
-Each is compiled by a process of its own: NVRTC ends its process on some malformed sources, and
-then we know whose. Those processes import neither torch nor an operator.
+Processes of their own compile them, one kernel after another: NVRTC ends its process on some
+malformed sources, and then we know whose. Those processes import neither torch nor an operator.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import os
 import pickle
+import queue
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from typing import IO
 
 from gptoss_kernels.cuda.compiler import Cubin, CudaError, KernelSpec
 
@@ -243,40 +247,97 @@ def build(specs: Iterable[KernelSpec], *, jobs: int, cache: Path | None = None) 
     environment = dict(os.environ)
     if cache is not None:
         environment["GPTOSS_CACHE"] = str(cache)
-    pool = concurrent.futures.ThreadPoolExecutor(jobs)
-    try:
-        under_way = [pool.submit(_compile_apart, spec, environment) for spec in specs]
+    with contextlib.ExitStack() as stack:
+        idle: queue.SimpleQueue[_Compiler] = queue.SimpleQueue()
+        for _ in range(jobs):
+            log = stack.enter_context(tempfile.TemporaryFile())
+            idle.put(stack.enter_context(contextlib.closing(_Compiler(environment, log))))
+
+        def compile_one(spec: KernelSpec) -> Built:
+            compiler = idle.get()
+            try:
+                return compiler.compile(spec)
+            finally:
+                idle.put(compiler)
+
+        pool = concurrent.futures.ThreadPoolExecutor(jobs)
+        stack.callback(pool.shutdown, cancel_futures=True)
+        under_way = [pool.submit(compile_one, spec) for spec in specs]
         for done in concurrent.futures.as_completed(under_way):
             yield done.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
-def _compile_apart(spec: KernelSpec, environment: dict[str, str]) -> Built:
-    # A kernel that cannot be kept is an error here. No import from the current folder (-P).
-    command = [sys.executable, "-P", "-W", "error::RuntimeWarning", "-m", __spec__.name]
-    child = subprocess.run(
-        command, input=pickle.dumps(spec), capture_output=True, env=environment, check=False
-    )
-    if child.returncode:
-        return Built(spec, None, _last_words(child.returncode, child.stderr.decode()))
-    answer = pickle.loads(child.stdout)
-    return Built(spec, None, answer) if isinstance(answer, str) else Built(spec, answer)
+class _Compiler:
+    """A process that compiles one kernel after another, and a fresh one where it has died.
 
+    log: a file that is open, for what a process says at its end.
+    """
 
-def _last_words(status: int, log: str) -> str:
-    ending = signal.Signals(-status).name if status < 0 else f"status {status}"
-    return f"its compiler's process ended with {ending}" + (f": {log.strip()}" if log else "")
+    def __init__(self, environment: Mapping[str, str], log: IO[bytes]) -> None:
+        self._environment = environment
+        self._log = log
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def compile(self, spec: KernelSpec) -> Built:
+        is_fresh = self._process is None
+        process = self._process = self._process or self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            pickle.dump(spec, process.stdin)
+            process.stdin.flush()
+            answer = pickle.load(process.stdout)
+        except (OSError, EOFError, pickle.UnpicklingError):
+            status = self._end()
+            # One that has compiled others may have died of them.
+            return Built(spec, None, self._last_words(status)) if is_fresh else self.compile(spec)
+        return Built(spec, None, answer) if isinstance(answer, str) else Built(spec, answer)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        # A kernel that cannot be kept is an error here. No import from the current folder (-P).
+        command = [sys.executable, "-P", "-W", "error::RuntimeWarning", "-m", __spec__.name]
+        self._log.seek(0)
+        self._log.truncate()
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=self._environment,
+        )
+
+    def _end(self) -> int:
+        assert self._process is not None
+        with self._process as process, contextlib.suppress(BrokenPipeError):
+            assert process.stdin is not None
+            process.stdin.close()
+        self._process = None
+        return process.returncode
+
+    def _last_words(self, status: int) -> str:
+        self._log.seek(0)
+        log = self._log.read().decode().strip()
+        ending = signal.Signals(-status).name if status < 0 else f"status {status}"
+        return f"its compiler's process ended with {ending}" + (f": {log}" if log else "")
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._end()
 
 
 def _answer_parent() -> None:
-    """Compile the KernelSpec of standard input; a Cubin, or a sentence, to standard output."""
-    spec = pickle.load(sys.stdin.buffer)
-    try:
-        answer = spec.compile()
-    except (CudaError, RuntimeWarning) as error:
-        answer = str(error)
-    sys.stdout.buffer.write(pickle.dumps(answer))
+    """Compile each KernelSpec of standard input; a Cubin, or a sentence, to standard output."""
+    while True:
+        try:
+            spec = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        try:
+            answer = spec.compile()
+        except (CudaError, RuntimeWarning) as error:
+            answer = str(error)
+        pickle.dump(answer, sys.stdout.buffer)
+        sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

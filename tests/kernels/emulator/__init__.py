@@ -336,6 +336,18 @@ def _machine() -> Path:
     return output
 
 
+@functools.cache
+def _header() -> Path:
+    """The folder of ptx.hpp as g++ has read it: once, and not for each of some hundred kernels."""
+    texts = [(FOLDER / name).read_text() for name in ("ptx.hpp", "cuda.hpp", "machine.hpp")]
+    folder = _cache() / f"header-{_hash(*texts, *_FLAGS)}"
+    output = folder / "ptx.hpp.gch"
+    if not output.exists():
+        folder.mkdir(exist_ok=True)
+        _build(output, ["-x", "c++-header", str(FOLDER / "ptx.hpp")])
+    return folder
+
+
 def _hash(*texts: str) -> str:
     return hashlib.sha256(repr(texts).encode()).hexdigest()[:24]
 
@@ -345,12 +357,11 @@ def _compiled(source: str, name: str, defines: tuple[tuple[str, int], ...]) -> t
     """The function that launches a kernel, whose __device__ variables stay, and its library."""
     text = translate(source, name)
     flags = [f"-D{key}={value}" for key, value in sorted(defines)]
-    headers = [(FOLDER / header).read_text() for header in ("ptx.hpp", "cuda.hpp", "machine.hpp")]
-    machine = _machine()
-    output = _cache() / f"{name}-{_hash(text, *flags, *headers, machine.name)}.so"
+    header, machine = _header(), _machine()
+    output = _cache() / f"{name}-{_hash(text, *flags, header.name, machine.name)}.so"
     if not output.exists():
         sources = ("-x", "c++", "-", "-x", "none", str(machine))
-        _build(output, [f"-I{FOLDER}", *flags, *sources], text)
+        _build(output, [f"-I{header}", f"-I{FOLDER}", *flags, *sources], text)
     library = ctypes.CDLL(str(output))
     library.emulated_launch.restype = ctypes.c_char_p
     return library.emulated_launch, output

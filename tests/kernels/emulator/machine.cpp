@@ -26,6 +26,7 @@
 #include "state.hpp"
 
 // The callee's registers stay on the stack that is left; a new stack begins with zeros for them.
+// A jump at the end: a CPU takes a `ret` to return to the last call, which was of another stack.
 asm(R"(
 .text
 .globl emulator_switch
@@ -46,7 +47,8 @@ emulator_resume:
     pop %r12
     pop %rbx
     pop %rbp
-    ret
+    pop %rcx
+    jmp *%rcx
 )");
 extern "C" void emulator_switch(void** left, void* entered);
 extern "C" void emulator_resume();
@@ -234,7 +236,7 @@ void thread_main() {
     warp.runnable &= ~(1u << fiber.lane);
     --block.live;
     fiber.reason = {"have ended"};
-    if (block.live && !block.named[0].arrived.empty()) settle(block.named[0], block.live);
+    if (block.live && block.named[0].arrived) settle(block.named[0], block.live);
     leave();
     __builtin_unreachable();
 }
@@ -345,8 +347,8 @@ std::string words(const Reason& reason) {
                  reason.number, reason.parity, barrier->phase, barrier->pending, barrier->expected,
                  (long long)barrier->bytes);
     else if (const NamedBarrier* barrier = reason.named)
-        snprintf(text, sizeof text, "wait at named barrier %u (%zu of %u threads are there)",
-                 reason.number, barrier->arrived.size(), barrier->threads);
+        snprintf(text, sizeof text, "wait at named barrier %u (%u of %u threads are there)",
+                 reason.number, barrier->arrived, barrier->threads);
     else if (reason.lanes_in)
         snprintf(text, sizeof text, "%s %s, mask %#x", reason.what, reason.lanes_in, reason.number);
     else

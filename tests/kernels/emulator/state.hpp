@@ -61,6 +61,7 @@ struct Fiber : Thread {
     std::vector<ThreadCopy> thread_copies;  // under way
     unsigned copy_group = 0;                // of them: the one that is open
     unsigned cluster_generation = 0;
+    unsigned may_arrive[16] = {};  // at each named barrier: from which generation on
 };
 
 struct Collective {
@@ -121,9 +122,7 @@ struct Barrier {
 };
 
 struct NamedBarrier {
-    unsigned threads = 0;
-    std::vector<Fiber*> arrived;
-    unsigned generation = 0;
+    unsigned threads = 0, arrived = 0, generation = 0;
     Waiters waiters;
 };
 

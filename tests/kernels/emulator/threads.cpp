@@ -155,8 +155,8 @@ void together(unsigned mask, const char* what, void* own, Act act) {
 }
 
 void settle(NamedBarrier& barrier, unsigned threads) {
-    if (barrier.arrived.size() < threads) return;
-    barrier.arrived.clear();
+    if (barrier.arrived < threads) return;
+    barrier.arrived = 0;
     ++barrier.generation;
     wake(barrier.waiters);
 }
@@ -165,10 +165,11 @@ namespace {
 
 void arrive(NamedBarrier& barrier, unsigned id, unsigned threads, bool waits) {
     Fiber& fiber = self();
-    if (std::find(barrier.arrived.begin(), barrier.arrived.end(), &fiber) != barrier.arrived.end())
-        fail("arrives twice at named barrier %u before all have", id);
     const unsigned generation = barrier.generation;
-    barrier.arrived.push_back(&fiber);
+    if (generation < fiber.may_arrive[id])
+        fail("arrives twice at named barrier %u before all have", id);
+    fiber.may_arrive[id] = generation + 1;
+    ++barrier.arrived;
     settle(barrier, threads);
     if (waits)
         while (barrier.generation == generation)
@@ -190,7 +191,7 @@ void named_barrier(unsigned id, unsigned threads, bool waits) {
     if (threads == 0 || threads % 32 != 0 || threads > block_size.x * block_size.y * block_size.z)
         fail("named barrier %u for %u threads", id, threads);
     NamedBarrier& barrier = block.named[id];
-    if (barrier.arrived.empty()) barrier.threads = threads;
+    if (barrier.arrived == 0) barrier.threads = threads;
     if (barrier.threads != threads)
         fail("named barrier %u for %u threads, where others wait for %u", id, threads,
              barrier.threads);
