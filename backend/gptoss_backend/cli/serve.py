@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -83,13 +83,14 @@ def serve(
         slow_reader_seconds=openai_slow_reader_seconds,
         drain_seconds=drain_seconds + _LAST_WORDS_SECONDS,
     )
-    listener = None
     if openai:
         flags.load_checked(settings)
-        listener = bind(host, openai_port, "--openai-port")
     stopping = _stop_on_signals()
     log_path = log_file and log_file.absolute()
-    with TritonServer(config, ports, log_path, chat_format=format_name) as server:
+    with (
+        bind(host, openai_port, "--openai-port") if openai else nullcontext() as listener,
+        TritonServer(config, ports, log_path, chat_format=format_name) as server,
+    ):
         if not _wait_ready(server, start_seconds, console, stopping):
             return
         with _gateway(server, settings, listener) as running:
