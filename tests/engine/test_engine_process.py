@@ -278,21 +278,19 @@ def test_a_callback_cannot_wait_for_what_its_own_thread_brings(engine: EnginePro
 def test_who_does_not_wait_for_an_admission_is_told_of_it_before_the_first_chunk(
     engine: EngineProcess,
 ) -> None:
+    first: Future[Future[bool | None]] = Future()
     heard: queue.SimpleQueue[object] = queue.SimpleQueue()
 
-    def tell(admission: Future[bool | None]) -> None:
-        heard.put(admission.exception() or "admitted")
-
     def ask_again(chunk: TokenChunk) -> None:
-        heard.put(chunk.token_ids)
+        heard.put(first.result(SECONDS).done())
         # Of its own thread's, which could not wait.
-        engine.admission(request("b", (97,)), Client()).add_done_callback(tell)
+        again = engine.admission(request("admitted", (97,)), Client())
+        again.add_done_callback(lambda admission: heard.put(admission.exception()))
 
-    engine.admission(request("a", max_tokens=1), ask_again).add_done_callback(tell)
-    told = [heard.get(timeout=SECONDS) for _ in range(3)]
-    assert told[0] == "admitted"
-    assert isinstance(told[1], tuple)
-    assert isinstance(told[2], InvalidRequest)
+    first.set_result(engine.admission(request("told", max_tokens=1), ask_again))
+    assert first.result().exception(SECONDS) is None
+    assert heard.get(timeout=SECONDS) is True
+    assert isinstance(heard.get(timeout=SECONDS), InvalidRequest)
 
 
 def test_admissions_wait_for_no_word_of_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
