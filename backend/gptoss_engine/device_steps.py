@@ -206,8 +206,8 @@ class DeviceSteps:
 
         @torch.inference_mode()
         def fetch() -> Sampled:
-            guided = Guided.build(step.due, self._model.config.vocab_size)
-            if len(guided.rows):
+            if step.is_guided:
+                guided = Guided.build(step.due, self._model.config.vocab_size)
                 if self.tell is not None:
                     self.tell(guided)
                 self._guide(guided)

@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,10 @@ log = logging.getLogger(__name__)
 
 _GROUP = "gptoss.vocabularies"
 _MOST_WORDS = 300  # characters of a library's sentence
+# llguidance goes down a chain of rules or references by recursion, and without a stack for it the
+# process ends. The longest chains of MAX_GUIDE_LENGTH took 32 MiB; what is not used costs nothing.
+_STACK_BYTES = 256 * 2**20
+_stack_size = threading.Lock()  # the process has but one for threads to come
 
 
 class Vocabulary(NamedTuple):
@@ -100,7 +105,10 @@ class Guides:
         tokenizer = self._loaded()
         if tokenizer is None:
             raise Unsupported(f"guide cannot be given here: {self._absence}")
-        matcher = LLMatcher(tokenizer, _grammar(guide), log_level=0, limits=self._limits)
+        grammar = _grammar(guide)
+        matcher = _in_deep_stack(
+            lambda: LLMatcher(tokenizer, grammar, log_level=0, limits=self._limits)
+        )
         if matcher.is_error():
             raise InvalidRequest(f"guide cannot be compiled: {_one_line(matcher.get_error())}")
         return Matcher(matcher)
@@ -194,6 +202,25 @@ def load_vocabulary(folder: Path | None) -> Vocabulary:
     if not found:
         raise RuntimeError(f"no package that is installed has a vocabulary ({_GROUP})")
     return Vocabulary(*found[0].load()(folder))
+
+
+def _in_deep_stack(work: Callable[[], LLMatcher]) -> LLMatcher:
+    """What it returns, from a thread that has room for any grammar."""
+    answer: Future[LLMatcher] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(work())
+        except BaseException as error:  # noqa: BLE001  whoever waits gets it
+            answer.set_exception(error)
+
+    with _stack_size:
+        others = threading.stack_size(_STACK_BYTES)
+        try:
+            threading.Thread(target=run, name="guide", daemon=True).start()
+        finally:
+            threading.stack_size(others)
+    return answer.result()
 
 
 def _grammar(guide: Guide) -> str:

@@ -177,8 +177,8 @@ class Runner:
 
         @torch.inference_mode()
         def choose() -> StepOutput:
-            guided = Guided.build(step.due, self.model_config.vocab_size)
-            if len(guided.rows):
+            if step.is_guided:
+                guided = Guided.build(step.due, self.model_config.vocab_size)
                 guided_rows, masks = map(torch.from_numpy, guided)
                 self._ops.mask_logits(logits, masks, guided_rows)
             rows = batch.sampling.to(self._device)

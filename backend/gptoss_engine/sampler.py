@@ -76,20 +76,14 @@ class Guided(NamedTuple):
     masks: np.ndarray
 
     @classmethod
-    def none(cls) -> Guided:
-        """Of a step without guides."""
-        return cls(np.zeros(0, np.int32), np.zeros((0, 0), np.int32))
-
-    @classmethod
     def build(cls, due: Rows[tuple[Sequence, int]], vocab_size: int) -> Guided:
-        """due: as Sampling has it. Filled up to a power of two: launches are prepared by size."""
+        """due: as Sampling has it, of a step that is guided. Filled up to a power of two: launches
+        are prepared by size."""
         guided = [
             (row, sequence, sequence.matcher, index)
             for row, (sequence, index) in enumerate(due)
             if sequence.matcher is not None
         ]
-        if not guided:
-            return cls.none()
         size = 1 << (len(guided) - 1).bit_length()
         rows = np.full(size, -1, dtype=np.int32)
         masks = np.zeros((size, -(-vocab_size // 32)), dtype=np.int32)

@@ -5,7 +5,9 @@ library's words. The engine compiles it once more, with the header and all aroun
 """
 
 import json
+import threading
 from collections.abc import Collection, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 from llguidance import LLMatcher, regex_to_lark
@@ -29,6 +31,10 @@ GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar", "ebnf", "lark")
 # would be JSON that is not done yet, for ever.
 _WHITESPACE = r" |\r?\n[ \t]{0,64}"
 _MOST_WORDS = 300  # characters of a library's sentence
+# llguidance goes down a chain of rules or references by recursion, and without a stack for it the
+# process ends. The longest chains of MAX_GUIDE_LENGTH took 32 MiB; what is not used costs nothing.
+_STACK_BYTES = 256 * 2**20
+_stack_size = threading.Lock()  # the process has but one for threads to come
 
 
 def tool_choice(
@@ -150,9 +156,28 @@ def check_grammar(path: str, grammar: Mapping[str, Any]) -> None:
     """The same of one of a guide's grammars."""
     text = json.dumps({"grammars": [grammar]})
     check_length(path, text)
-    is_error, words = LLMatcher.validate_grammar_with_warnings(text)
+    is_error, words = _validated(text)
     if is_error:
         raise InvalidChat(f"{path} cannot be followed: {_one_line(words[0])}")
+
+
+def _validated(text: str) -> tuple[bool, list[str]]:
+    """llguidance's word on a grammar, from a thread that has room for any."""
+    answer: Future[tuple[bool, list[str]]] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(LLMatcher.validate_grammar_with_warnings(text))
+        except BaseException as error:  # noqa: BLE001  whoever waits gets it
+            answer.set_exception(error)
+
+    with _stack_size:
+        others = threading.stack_size(_STACK_BYTES)
+        try:
+            threading.Thread(target=run, name="grammar", daemon=True).start()
+        finally:
+            threading.stack_size(others)
+    return answer.result()
 
 
 def check_length(path: str, text: str) -> None:

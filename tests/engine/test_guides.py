@@ -170,6 +170,27 @@ def test_what_cannot_be_compiled_is_refused_in_a_sentence(
     assert len(str(refused.value)) < 400
 
 
+def chains() -> list[tuple[str, str]]:
+    """Guides about as long as one may be, in which each name says what the next one does."""
+    schemas = {f"a{i}": {"items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(1300)}
+    schema = {"$defs": schemas | {"a1300": {}}, "$ref": "#/$defs/a0"}
+    rules, terminals = (
+        f"start: {name}0\n" + "".join(f"{name}{i}:{name}{i + 1}\n" for i in range(4500))
+        for name in "aA"
+    )
+    return [
+        ("json_schema", json.dumps(schema, separators=(",", ":"))),
+        ("lark", f'{rules}a4500: "a"'),
+        ("lark", f'{terminals}A4500: "a"'),
+    ]
+
+
+@pytest.mark.parametrize(("type_", "value"), chains())
+def test_no_chain_is_too_long_for_the_stack(type_: str, value: str) -> None:
+    """An overflow would end the engine's process, and everybody's answers."""
+    assert allowed(compiled(type_, value))
+
+
 def test_what_is_too_much_shows_where_it_is_too_much() -> None:
     matcher = compiled("regex", "a(([a-z]{1,100}){1,100}){1,100}")
     matcher.accept(ord("a"))

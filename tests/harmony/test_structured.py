@@ -172,6 +172,16 @@ def test_a_guide_that_cannot_be_is_refused(
     assert "\n" not in str(refused.value)
 
 
+def test_no_chain_is_too_long_for_the_stack() -> None:
+    """An overflow would end the server's process for this model."""
+    rules = "".join(f"a{i}: a{i + 1}\n" for i in range(4000))
+    chain = f'start: a0\n{rules}a4000: "a"'
+    assert guided_decoding("lark", chain) == TextFormat("lark", text=chain)
+    schemas = {f"a{i}": {"items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(1200)}
+    schema = {"$defs": schemas | {"a1200": {}}, "$ref": "#/$defs/a0"}
+    assert guided_decoding("json_schema", json.dumps(schema)) is not None
+
+
 def test_both_at_once_are_refused() -> None:
     given = {"guided_decoding_guide_type": "json", "response_format": {"type": "json_object"}}
     with pytest.raises(InvalidChat, match="response_format and guided_decoding_guide cannot be"):
