@@ -279,16 +279,19 @@ def test_who_does_not_wait_for_an_admission_is_told_of_it_before_the_first_chunk
     engine: EngineProcess,
 ) -> None:
     heard: queue.SimpleQueue[object] = queue.SimpleQueue()
+    may_be_told = threading.Event()
 
     def tell(admission: Future[bool | None]) -> None:
         heard.put(admission.exception() or "admitted")
 
     def ask_again(chunk: TokenChunk) -> None:
+        assert may_be_told.wait(SECONDS)
         heard.put(chunk.token_ids)
         # Of its own thread's, which could not wait.
-        engine.admission(request("b", (97,)), Client()).add_done_callback(tell)
+        engine.admission(request("refused", (97,)), Client()).add_done_callback(tell)
 
-    engine.admission(request("a", max_tokens=1), ask_again).add_done_callback(tell)
+    engine.admission(request("admitted", max_tokens=1), ask_again).add_done_callback(tell)
+    may_be_told.set()
     told = [heard.get(timeout=SECONDS) for _ in range(3)]
     assert told[0] == "admitted"
     assert isinstance(told[1], tuple)
