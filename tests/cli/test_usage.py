@@ -80,7 +80,7 @@ def test_serve_without_a_usable_cache_fails_in_a_sentence(
     gptoss: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GPTOSS_CACHE", "/proc/none")
-    done = gptoss("serve")
+    done = gptoss("serve", "--no-openai")
     assert done.code == 1
     assert done.err.startswith("gptoss: ")
     assert "set GPTOSS_CACHE" in done.err
