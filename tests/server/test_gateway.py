@@ -155,7 +155,8 @@ class TestChat:
                 **ASK, tools=[tool], tool_choice=choice, parallel_tool_calls=False
             )
             assert reply.choices[0].finish_reason == "tool_calls"
-            (call,) = reply.choices[0].message.tool_calls or ()
+            (call,) = reply.choices[0].message.tool_calls or [None]
+            assert call is not None
             assert call.type == "function"
             assert call.function.name == "get_weather"
             assert list(json.loads(call.function.arguments)) == ["city"]
