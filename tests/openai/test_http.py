@@ -1,5 +1,6 @@
 """Over HTTP, before a fake ensemble: statuses and shapes of errors, who left, who reads slowly."""
 
+import http.client
 import json
 import socket
 import threading
@@ -250,6 +251,44 @@ def test_a_body_that_does_not_come_is_408() -> None:
             b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"
         )
         assert b" 408 " in client.recv(4096)
+
+
+@pytest.mark.parametrize("head", [b"GET /", b"GET /health HTTP/1.1\r\nx: "])
+def test_a_head_without_end_is_cut(stack: Stack, head: bytes) -> None:
+    with socket.socket() as client:
+        client.settimeout(10)
+        client.connect(("127.0.0.1", stack.port))
+        with pytest.raises(ConnectionError):  # noqa: PT012  whichever write comes too late
+            client.sendall(head)
+            for _ in range(64):
+                client.sendall(b"x" * 2**20)
+    eventually(lambda: not stack.num_connections, 10)
+
+
+def test_a_long_head_and_many_requests_on_one_connection_are_taken(stack: Stack) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", stack.port, timeout=20)
+    for _ in range(3):
+        connection.request("GET", "/health", headers={"x-long": "x" * 60_000})
+        response = connection.getresponse()
+        assert response.status == 200
+        response.read()
+    connection.close()
+
+
+def test_a_head_may_begin_behind_a_long_body(stack: Stack) -> None:
+    content = json.dumps({**CHAT, "user": "x" * 150_000}).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    asked = head + b"Content-Length: %d\r\n\r\n" % len(content) + content
+    with socket.socket() as client:
+        client.settimeout(20)
+        client.connect(("127.0.0.1", stack.port))
+        client.sendall(asked + b"GET /hea")
+        assert client.recv(100).startswith(b"HTTP/1.1 200 ")
+        client.sendall(b"lth HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        received = b""
+        while piece := client.recv(2**16):
+            received += piece
+        assert b'{"status":"ok"}' in received
 
 
 def test_more_requests_than_may_be_open_are_503() -> None:
