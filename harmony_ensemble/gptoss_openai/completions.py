@@ -71,10 +71,10 @@ class TextAnswer:
 
     def push(self, reply: Reply) -> bytes:
         self._usage.add(reply)
-        choice = self._choice(reply)
-        if not (reply.text or reply.reasoning or reply.tool_calls or reply.finish_reason):
+        shows = (reply.text, reply.logprobs, reply.reasoning, reply.tool_calls)
+        if not (any(shows) or reply.finish_reason):
             return b""
-        return event({**self._head, "choices": [choice]})
+        return event({**self._head, "choices": [self._choice(reply)]})
 
     def end(self) -> bytes:
         if not self._includes_usage:
@@ -104,7 +104,8 @@ class TextAnswer:
         offsets: list[int] = []
         for entry in reply.logprobs:
             offsets.append(self._offset)
-            self._offset += len(entry["token"])
+            # A character counts once, where it begins, also if several tokens make it.
+            self._offset += sum(byte & 0xC0 != 0x80 for byte in entry["bytes"])
         return {
             "tokens": [entry["token"] for entry in reply.logprobs],
             "token_logprobs": [entry["logprob"] for entry in reply.logprobs],

@@ -187,9 +187,18 @@ def check(inputs: Inputs, names: Names) -> None:
 def parse_body(raw: bytes) -> dict[str, Any]:
     """A request's JSON object."""
     try:
-        body = json.loads(raw, parse_constant=_refuse_constant, parse_float=_finite)
+        # Bytes would be guessed to be UTF-16, or to hold halves of characters.
+        text_of_body = raw.decode("utf-8-sig")
+        body = json.loads(text_of_body, parse_constant=_refuse_constant, parse_float=_finite)
         if b"\\u" in raw:
             as_json("", body)  # A half of a character could not be sent back.
+    except UnicodeDecodeError as error:
+        raise ApiError(
+            400,
+            f"the body is not JSON: it must be UTF-8, got byte 0x{raw[error.start]:02x} at "
+            f"{error.start}",
+            code="invalid_json",
+        ) from None
     except UnicodeEncodeError:
         raise ApiError(
             400, "the body holds half a character (a lone surrogate)", code="invalid_json"

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gptoss_openai.app import Gateway
 from gptoss_openai.config import GatewayConfig
@@ -20,6 +21,8 @@ from gptoss_openai.config import GatewayConfig
 # Between the error that ends an open answer and the end of its connection.
 _LAST_WORDS_SECONDS = 2
 _BACKLOG = 2048
+# Of a request's line and its headers together.
+_MOST_HEAD_BYTES = 2**16
 # Longer than clients keep idle connections, so that none sends into one that is being closed.
 _KEEP_ALIVE_SECONDS = 75
 
@@ -41,7 +44,7 @@ def serve(settings: Mapping[str, Any], listener: socket.socket) -> None:
     server = _Server(
         uvicorn.Config(
             gateway.app,
-            http="httptools",
+            http=BoundedProtocol,
             ws="none",
             lifespan="on",
             log_config=None,
@@ -66,6 +69,31 @@ def tune(listener: socket.socket, config: GatewayConfig) -> None:
     # asyncio sets it on sockets that know their protocol's number, which not every listener does;
     # without it a client waits 40 ms for what follows an answer's first packet.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """uvicorn's, but that what comes before a body is limited: keys are known only behind it.
+
+    The read of the socket that a head begins in is not counted: it may hold another's body.
+    """
+
+    _num_head_bytes = 0
+    _is_in_head = True
+
+    def data_received(self, data: bytes) -> None:
+        self._num_head_bytes += len(data)
+        super().data_received(data)
+        is_too_long = self._is_in_head and self._num_head_bytes > _MOST_HEAD_BYTES
+        if is_too_long and not self.transport.is_closing():
+            self.send_400_response(f"The head must be at most {_MOST_HEAD_BYTES} bytes.")
+
+    def on_message_begin(self) -> None:
+        self._is_in_head, self._num_head_bytes = True, 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head = False
+        super().on_headers_complete()
 
 
 class _Server(uvicorn.Server):

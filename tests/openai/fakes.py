@@ -18,7 +18,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from gptoss_openai.app import Gateway
 from gptoss_openai.config import GatewayConfig
 from gptoss_openai.ensemble import Reply
-from gptoss_openai.serving import tune
+from gptoss_openai.serving import BoundedProtocol, tune
 
 MODEL = "gpt-oss-demo"
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -185,7 +185,11 @@ class Stack:
             tune(self._listener, gateway_config)
         self.gateway = Gateway(gateway_config)
         config = uvicorn.Config(
-            self.gateway.app, lifespan="on", log_config=None, timeout_graceful_shutdown=5
+            self.gateway.app,
+            http=BoundedProtocol,
+            lifespan="on",
+            log_config=None,
+            timeout_graceful_shutdown=5,
         )
         self._uvicorn = uvicorn.Server(config)
         self.loop.call_soon(self._ready.set)

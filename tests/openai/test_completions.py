@@ -91,3 +91,21 @@ def test_logprobs_of_an_echo_begin_behind_the_prompt() -> None:
     assert answer.inputs["exclude_input_in_output"] is False
     (choice,) = answer.whole([joined(REPLIES)])["choices"]
     assert choice["logprobs"]["text_offset"] == [len(PROMPT), len(PROMPT) + 3]
+
+
+def test_logprobs_of_a_token_that_ends_no_character_come_and_take_no_place() -> None:
+    first, last = "é".encode()[:1], "é".encode()[1:]
+    entries = [{**_entry("\ufffd", -1.0), "bytes": [*piece]} for piece in (first, last)]
+    replies = [
+        Reply(logprobs=entries[:1], num_output_tokens=1),
+        Reply(text="é", logprobs=entries[1:], num_output_tokens=1),
+        Reply(text="!", logprobs=[_entry("!", -0.5)], num_output_tokens=1),
+        Reply(finish_reason="stop"),
+    ]
+    (choice,) = _text(logprobs=0).whole([joined(replies)])["choices"]
+    assert choice["logprobs"]["text_offset"] == [0, 1, 1]
+    answer = _text(logprobs=0, stream=True)
+    *events, _ = events_of(b"".join([*map(answer.push, replies), answer.end()]))
+    chunks = [each["choices"][0]["logprobs"] for each in events]
+    for name, values in choice["logprobs"].items():
+        assert [value for each in chunks for value in each[name]] == values

@@ -1,5 +1,6 @@
 """Over HTTP, before a fake ensemble: statuses and shapes of errors, who left, who reads slowly."""
 
+import http.client
 import json
 import socket
 import threading
@@ -119,7 +120,9 @@ def _prompt(path: str) -> dict[str, Any]:
         (b'{"a": 1e999}', 400, None, "larger than any number"),
         (b"[" * 100_000, 400, None, "the body is not JSON"),
         (b'{"a": "\\ud800"}', 400, None, "half a character"),
-        (b"\xff", 400, None, "the body is not JSON"),
+        (b"\xff", 400, None, "the body is not JSON: it must be UTF-8, got byte 0xff at 0"),
+        (b'{"a": "\xed\xa0\x80"}', 400, None, "must be UTF-8, got byte 0xed at 7"),
+        ('{"a": "\\ud800"}'.encode("utf-16"), 400, None, "must be UTF-8, got byte 0xff at 0"),
         ({}, 400, "model", "model must be given"),
         ({"model": "gpt-4"}, 404, "model", '"gpt-4" does not exist here; "gpt-oss-demo" does'),
         ({"model": ["x"]}, 404, "model", "does not exist"),
@@ -248,6 +251,44 @@ def test_a_body_that_does_not_come_is_408() -> None:
             b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"
         )
         assert b" 408 " in client.recv(4096)
+
+
+@pytest.mark.parametrize("head", [b"GET /", b"GET /health HTTP/1.1\r\nx: "])
+def test_a_head_without_end_is_cut(stack: Stack, head: bytes) -> None:
+    with socket.socket() as client:
+        client.settimeout(10)
+        client.connect(("127.0.0.1", stack.port))
+        with pytest.raises(ConnectionError):  # noqa: PT012  whichever write comes too late
+            client.sendall(head)
+            for _ in range(64):
+                client.sendall(b"x" * 2**20)
+    eventually(lambda: not stack.num_connections, 10)
+
+
+def test_a_long_head_and_many_requests_on_one_connection_are_taken(stack: Stack) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", stack.port, timeout=20)
+    for _ in range(3):
+        connection.request("GET", "/health", headers={"x-long": "x" * 60_000})
+        response = connection.getresponse()
+        assert response.status == 200
+        response.read()
+    connection.close()
+
+
+def test_a_head_may_begin_behind_a_long_body(stack: Stack) -> None:
+    content = json.dumps({**CHAT, "user": "x" * 150_000}).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    asked = head + b"Content-Length: %d\r\n\r\n" % len(content) + content
+    with socket.socket() as client:
+        client.settimeout(20)
+        client.connect(("127.0.0.1", stack.port))
+        client.sendall(asked + b"GET /hea")
+        assert client.recv(100).startswith(b"HTTP/1.1 200 ")
+        client.sendall(b"lth HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        received = b""
+        while piece := client.recv(2**16):
+            received += piece
+        assert b'{"status":"ok"}' in received
 
 
 def test_more_requests_than_may_be_open_are_503() -> None:
