@@ -9,6 +9,7 @@ import importlib
 import logging
 import os
 import pickle
+import queue
 import signal
 import socket
 import threading
@@ -114,6 +115,10 @@ class _Child:
         self._outbox = outbox
         self._loop: EngineLoop
         self._chunks: list[Chunk] = []  # of the step that is delivered now: the loop's thread only
+        # Guides take up to seconds to compile: whoever has none waits for none of them.
+        self._guided: queue.SimpleQueue[Submit] = queue.SimpleQueue()
+        self._coming: dict[str, Abort | None] = {}  # who is in it, and how it ended meanwhile
+        self._coming_changes = threading.Lock()
         self._told: tuple[EngineStats, bool] | None = None
 
     def load(self, start: Start) -> None:
@@ -123,6 +128,7 @@ class _Child:
             engine = getattr(importlib.import_module(module), function)(start.config)
             keep_for_good()
             self._loop = EngineLoop(engine, self._delivering)
+            _start(self._submit_guided)
         except Exception as error:
             log.exception("the engine cannot be loaded")
             refusal = sendable(error)
@@ -144,15 +150,37 @@ class _Child:
 
     def _do(self, command: Submit | Abort | Drain | Stop) -> None:
         match command:
-            case Submit(number, request):
-                on_chunk = partial(self._add, number)
-                self._answer(number, lambda: self._loop.submit(request, on_chunk))
+            case Submit():
+                if command.request.sampling.guide is None:
+                    self._submit(command)
+                else:
+                    with self._coming_changes:
+                        self._coming[command.request.generation_id] = None
+                    self._guided.put(command)
             case Abort():
+                with self._coming_changes:
+                    if command.generation_id in self._coming:
+                        self._coming[command.generation_id] = command
+                        return
                 self._loop.abort(*command)
             case Drain(number, seconds):
                 _start(lambda: self._answer(number, lambda: self._loop.drain(seconds)))
             case Stop():
                 _start(self._end)
+
+    def _submit(self, command: Submit) -> None:
+        number, request = command
+        on_chunk = partial(self._add, number)
+        self._answer(number, lambda: self._loop.submit(request, on_chunk))
+
+    def _submit_guided(self) -> None:
+        while True:
+            command = self._guided.get()
+            self._submit(command)
+            with self._coming_changes:
+                abort = self._coming.pop(command.request.generation_id, None)
+            if abort is not None:
+                self._loop.abort(*abort)
 
     def _answer(self, number: int, call: Callable[[], bool | None]) -> None:
         try:

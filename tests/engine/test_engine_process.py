@@ -134,6 +134,28 @@ def test_a_refused_request_raises_where_it_was_submitted(engine: EngineProcess) 
     assert submit(engine, "refused", max_tokens=1).final().finish_reason
 
 
+def test_a_guide_that_takes_long_keeps_nobody_else_waiting(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Neither a request without one nor an abort, which ends also who is not admitted yet."""
+    mark = tmp_path / "compiled"
+    monkeypatch.setenv(MARK_VARIABLE, str(mark))
+    guide = {"type": "regex", "value": "a"}
+    first, second = Client(), Client()
+    with running("load_guided") as engine:
+        admission = engine.admission(request("first", max_tokens=3, guide=guide), first)
+        engine.admission(request("second", guide=guide, **FOREVER), second)
+        assert submit(engine, "free", max_tokens=1).final().finish_reason
+        engine.abort("second", "left")
+        assert submit(engine, "free", max_tokens=1).final().finish_reason
+        assert not admission.done()
+        mark.touch()
+        assert admission.exception(SECONDS) is None
+        assert first.final().finish_reason
+        assert second.final().finish_reason == "abort"
+        assert submit(engine, "second", guide=guide, max_tokens=1).final().finish_reason
+
+
 def test_an_open_generation_id_is_refused_and_its_owner_undisturbed(
     engine: EngineProcess,
 ) -> None:
