@@ -29,6 +29,9 @@ log = logging.getLogger(__name__)
 
 _GROUP = "gptoss.vocabularies"
 _MOST_WORDS = 300  # characters of a library's sentence
+# Of a parse, in one step: an ambiguous grammar's take the loop, and all streams, 0.3 s. By
+# llguidance's own limit it is more than twice as long; 300 alternatives of objects are 10,000.
+_MOST_ITEMS = 20_000
 # llguidance goes down a chain of rules or references by recursion, and without a stack for it the
 # process ends. The longest chains of MAX_GUIDE_LENGTH took 32 MiB; what is not used costs nothing.
 _STACK_BYTES = 256 * 2**20
@@ -90,7 +93,7 @@ class Guides:
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._absence = ""  # why there is none
-        self._limits = LLParserLimits(verbose_errors=False)
+        self._limits = LLParserLimits(verbose_errors=False, step_max_items=_MOST_ITEMS)
 
     def begin(self) -> None:
         """Load the vocabulary meanwhile, so that no request waits for it."""
@@ -211,8 +214,9 @@ def _in_deep_stack(work: Callable[[], LLMatcher]) -> LLMatcher:
     def run() -> None:
         try:
             answer.set_result(work())
-        except BaseException as error:  # noqa: BLE001  whoever waits gets it
-            answer.set_exception(error)
+        except BaseException as error:  # noqa: BLE001  a panic of Rust's is no Exception
+            said = _one_line(str(error))
+            answer.set_exception(InvalidRequest(f"guide cannot be compiled: {said}"))
 
     with _stack_size:
         others = threading.stack_size(_STACK_BYTES)

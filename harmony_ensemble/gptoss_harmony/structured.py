@@ -168,8 +168,8 @@ def _validated(text: str) -> tuple[bool, list[str]]:
     def run() -> None:
         try:
             answer.set_result(LLMatcher.validate_grammar_with_warnings(text))
-        except BaseException as error:  # noqa: BLE001  whoever waits gets it
-            answer.set_exception(error)
+        except BaseException as error:  # noqa: BLE001  a panic of Rust's is no Exception
+            answer.set_result((True, [str(error)]))
 
     with _stack_size:
         others = threading.stack_size(_STACK_BYTES)

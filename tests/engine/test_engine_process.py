@@ -147,13 +147,13 @@ def test_a_guide_that_takes_long_keeps_nobody_else_waiting(
         engine.admission(request("second", guide=guide, **FOREVER), second)
         assert submit(engine, "free", max_tokens=1).final().finish_reason
         engine.abort("second", "left")
-        assert submit(engine, "free", max_tokens=1).final().finish_reason
+        assert submit(engine, "another", max_tokens=1).final().finish_reason
         assert not admission.done()
         mark.touch()
         assert admission.exception(SECONDS) is None
         assert first.final().finish_reason
         assert second.final().finish_reason == "abort"
-        assert submit(engine, "second", guide=guide, max_tokens=1).final().finish_reason
+        assert submit(engine, "third", guide=guide, max_tokens=1).final().finish_reason
 
 
 def test_an_open_generation_id_is_refused_and_its_owner_undisturbed(

@@ -191,6 +191,35 @@ def test_no_chain_is_too_long_for_the_stack(type_: str, value: str) -> None:
     assert allowed(compiled(type_, value))
 
 
+class Panic(BaseException):
+    """As what Rust's panics become."""
+
+
+def panics(*_: object, **__: object) -> None:
+    raise Panic("index out of bounds")
+
+
+def test_a_panic_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = guides()
+    loaded.matcher(Guide("regex", "a"))
+    monkeypatch.setattr(module, "LLMatcher", panics)
+    with pytest.raises(InvalidRequest, match="guide cannot be compiled: index out of bounds"):
+        loaded.matcher(Guide("json_schema", "{}"))
+
+
+def test_an_ambiguous_grammar_ends_before_a_mask_takes_long() -> None:
+    """Each of a token's characters may be in many places of its parse."""
+    table = vocabulary()
+    tokens = [*table.token_bytes]
+    tokens[256:376] = [b"a" * length for length in range(2, 122)]
+    loaded = Guides(
+        lambda: table._replace(token_bytes=tokens), vocab_size=VOCAB_SIZE, eos_token_ids={EOS}
+    )
+    matcher = loaded.matcher(Guide("lark", "start: s\ns: s s | s s s | /[a-z]/ |"))
+    allowed(matcher)
+    assert "Too many items" in matcher.error
+
+
 def test_what_is_too_much_shows_where_it_is_too_much() -> None:
     matcher = compiled("regex", "a(([a-z]{1,100}){1,100}){1,100}")
     matcher.accept(ord("a"))
