@@ -58,6 +58,8 @@ def test_a_streamed_chat(stack: Stack) -> None:
         ),
         ("9 requests wait for a place, as many as …: try again later", 503, "unavailable", None),
         ("the engine is draining: it takes no new requests", 503, "unavailable", None),
+        ("guide cannot be compiled: grammar too big", 400, "invalid_value", None),
+        ("guide cannot be given here: no vocabulary", 400, "unsupported_parameter", None),
         ("the engine failed: CUDA error", 503, "unavailable", None),
         ("the model's logits behind 3 tokens are not numbers", 500, "internal_error", None),
         ("list index out of range", 500, "internal_error", None),
