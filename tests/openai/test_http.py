@@ -450,6 +450,36 @@ def test_the_body_of_a_large_request_is_read_in_a_thread(stack: Stack) -> None:
     assert (refused.status, refused.error["param"]) == (400, "messages")
 
 
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("chat/completions", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+        ("chat/completions", {"response_format": {"type": "json_object"}}),
+        ("responses", {"text": {"format": {"type": "json_object"}}}),
+    ],
+)
+def test_a_schema_that_takes_long_holds_up_nobody(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, path: str, field: dict[str, Any]
+) -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+    was_free: list[bool] = []
+
+    def slow(*_: Any) -> None:
+        begun.set()
+        was_free.append(goes_on.wait(5))
+
+    module = "chat" if path == "chat/completions" else "responses"
+    monkeypatch.setattr(f"gptoss_openai.{module}.check", slow)
+    body = {"model": MODEL, **_prompt(path), **field}
+    asking = threading.Thread(target=lambda: stack.request(f"/v1/{path}", body))
+    asking.start()
+    assert begun.wait(5)
+    assert stack.request("/health").status == 200
+    goes_on.set()
+    asking.join()
+    assert was_free == [True]
+
+
 def test_many_at_once(stack: Stack) -> None:
     answers: list[bool] = []
 
