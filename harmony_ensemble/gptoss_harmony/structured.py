@@ -30,6 +30,14 @@ GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar", "ebnf", "lark")
 # Of one place, a space or a new line and its indentation: an answer of nothing but white space
 # would be JSON that is not done yet, for ever.
 _WHITESPACE = r" |\r?\n[ \t]{0,64}"
+# Of a schema whose parts may have to hold at once: to find out whether a text can match all of
+# them takes llguidance 10 ms with 8 patterns, 10 s with 14, and its limits do not end it.
+_MOST_JOINED_PATTERNS = 8
+_JOINING = frozenset(("$ref", "allOf", "anyOf", "oneOf"))
+_NAMING = frozenset(("properties", "patternProperties", "$defs", "definitions"))
+_SAYS_NOTHING = frozenset(
+    ("$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated", "description")
+) | {"examples", "readOnly", "title", "writeOnly"}
 _MOST_WORDS = 300  # characters of a library's sentence
 # llguidance goes down a chain of rules or references by recursion, and without a stack for it the
 # process ends. The longest chains of MAX_GUIDE_LENGTH took 32 MiB; what is not used costs nothing.
@@ -149,7 +157,35 @@ def _from_ebnf(path: str, text: str) -> str:
 
 def check_schema(path: str, schema: Mapping[str, Any], *, is_strict: bool = True) -> None:
     """Raises InvalidChat where answers cannot be held to the schema."""
+    patterns: set[str] = set()
+    if _joins(schema, patterns) and len(patterns) > _MOST_JOINED_PATTERNS:
+        raise InvalidChat(
+            f"{path} must have at most {_MOST_JOINED_PATTERNS} patterns where allOf, or anyOf and "
+            f"$ref beside other keys, join parts of it, got {len(patterns)}"
+        )
     check_grammar(path, schema_grammar(schema, is_strict=is_strict))
+
+
+def _joins(schema: object, patterns: set[str]) -> bool:
+    """Whether parts of a schema may have to hold at once; adds its patterns to `patterns`."""
+    is_joined = False
+    waiting = [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, list):
+            waiting += part
+        elif isinstance(part, dict):
+            for key, value in part.items():
+                is_named = key in _NAMING and isinstance(value, dict)
+                waiting += value.values() if is_named else [value]
+            joining = part.keys() & _JOINING
+            said = part.keys() - _SAYS_NOTHING
+            all_of = part.get("allOf")
+            is_several = isinstance(all_of, list) and len(all_of) > 1
+            is_joined |= bool(joining) and (len(said) > 1 or is_several)
+            if isinstance(pattern := part.get("pattern"), str):
+                patterns.add(pattern)
+    return is_joined
 
 
 def check_grammar(path: str, grammar: Mapping[str, Any]) -> None:

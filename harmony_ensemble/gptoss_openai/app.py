@@ -110,7 +110,7 @@ class Gateway:
         stored = self.store.get(response_id, owner)
         if stored is None:
             raise not_found(response_id)
-        return _json(stored.response)
+        return Response(stored.response, media_type="application/json")
 
     async def _models(self, _request: Request) -> Response:
         return _json({"object": "list", "data": [self._card()]})

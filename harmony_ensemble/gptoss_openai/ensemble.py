@@ -82,8 +82,7 @@ class Ensemble:
 
         Whoever closes the generator before its end, or is cancelled in it, aborts the generation.
         """
-        request = _request(inputs)
-        call, response = await self._open(request)
+        call, response = await self._open(_request(inputs))
         is_over = False
         try:
             while True:

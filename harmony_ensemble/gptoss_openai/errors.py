@@ -29,6 +29,8 @@ _REFUSED = re.compile(
     r"|(repetition|presence|frequency)_penalty|exclude_input_in_output)[\[. ]"
 )
 _UNBUILT = re.compile(r"\bis not (built|supported)\b")
+# The grammar of a whole answer is made of several fields, and no client's own.
+_NO_GUIDE = re.compile(r"^guide cannot be (compiled|given here)\b")
 
 
 class ApiError(Exception):
@@ -97,8 +99,10 @@ class Names:
         name = _NAME.match(path)
         assert name is not None
         path = self._fields.get(name[0], name[0]) + path[name.end() :]
-        # The Responses API has a tool's function in the tool itself.
-        return path.replace("].function", "]", 1) if self.prompt == "input" else path
+        if self.prompt != "input":
+            return path
+        # The Responses API has a tool's function in the tool itself, and so a format's schema.
+        return path.replace("].function", "]", 1).replace("text.format.json_schema", "text.format")
 
 
 def from_sentence(text: str, names: Names) -> ApiError:
@@ -111,4 +115,7 @@ def from_sentence(text: str, names: Names) -> ApiError:
     if _REFUSED.match(sentence):
         code = "unsupported_parameter" if _UNBUILT.search(sentence) else None
         return names.refusal(sentence, code=code)
+    if no_guide := _NO_GUIDE.match(sentence):
+        code = "unsupported_parameter" if no_guide[1] == "given here" else None
+        return ApiError(400, sentence, code=code)
     return ApiError(500, sentence)

@@ -30,8 +30,10 @@ Send = Callable[[Message], Awaitable[None]]
 _KEEP_ALIVE_SECONDS = 10.0
 # Of a body that is too large, what is still read, so that its sender gets to the answer.
 _DISCARDED_BODIES = 4
-# Larger bodies are parsed in a thread, so that they hold up nobody's stream for long.
+# Larger bodies are read in a thread, so that they hold up nobody's stream for long, and so are
+# schemas, of which a few hundred bytes can mean megabytes.
 _LARGE_BYTES = 2**16
+_WITH_SCHEMAS = ("tools", "response_format", "text")
 _SSE = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -98,11 +100,8 @@ class _Route:
         if body is None:
             return
         began = time.monotonic()
-        owner = scope["state"]["owner"]
-        if len(body) > _LARGE_BYTES:
-            answer = await asyncio.to_thread(self._answer, body, owner)
-        else:
-            answer = self._answer(body, owner)
+        answer = await self._answer(body, scope["state"]["owner"])
+        del body  # An answer may take minutes.
         first_byte = self._exchanges.metrics.first_byte.labels(self._name)
         exchange = _Exchange(
             self._exchanges,
@@ -113,9 +112,12 @@ class _Route:
         )
         await self._exchanges.run(exchange)
 
-    def _answer(self, raw: bytes, owner: str) -> Answer:
-        body = parse_body(raw)
+    async def _answer(self, raw: bytes, owner: str) -> Answer:
+        is_large = len(raw) > _LARGE_BYTES
+        body = await asyncio.to_thread(parse_body, raw) if is_large else parse_body(raw)
         check_model(body.get("model"), self._exchanges.config.model_name)
+        if is_large or any(body.get(name) for name in _WITH_SCHEMAS):
+            return await asyncio.to_thread(self._read, body, owner)
         return self._read(body, owner)
 
 

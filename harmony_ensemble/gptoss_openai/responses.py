@@ -4,6 +4,7 @@ One state machine makes the items of streamed and of whole replies alike. Events
 added and done, for empty items, too; an answer that a limit cut is `incomplete`.
 """
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -287,8 +288,8 @@ def _read_chat(body: Mapping[str, Any], store: ResponseStore, owner: str) -> tup
         stored = store.get(previous, owner)
         if stored is None:
             raise not_found(previous, param="previous_response_id")
-        for message in stored.messages:
-            chat.add(dict(message), "previous_response_id")
+        for message in json.loads(stored.messages):
+            chat.add(message, "previous_response_id")
     given = body.get("input")
     if isinstance(given, str):
         chat.add({"role": "user", "content": given}, "input")

@@ -2,7 +2,7 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,19 +13,26 @@ from gptoss_openai.events import as_bytes
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """response: as it was sent. messages: the chat so far, its answer included, its instructions
-    not. owner: whose key may read it. size: bytes of both as JSON."""
+    """response: JSON as it was sent. messages: JSON of the chat so far, its answer included, its
+    instructions not. owner: whose key may read it.
 
-    response: Mapping[str, Any]
-    messages: tuple[Mapping[str, Any], ...]
+    JSON and no objects: those of an answer with logprobs take seven times its bytes.
+    """
+
+    response_id: str
+    response: bytes
+    messages: bytes
     owner: str
-    size: int
+
+    @property
+    def size(self) -> int:
+        return len(self.response) + len(self.messages)
 
     @classmethod
     def of(
-        cls, response: Mapping[str, Any], messages: tuple[Mapping[str, Any], ...], owner: str
+        cls, response: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], owner: str
     ) -> "Stored":
-        return cls(response, messages, owner, len(as_bytes(response)) + len(as_bytes(messages)))
+        return cls(response["id"], as_bytes(response), as_bytes(messages), owner)
 
 
 class ResponseStore:
@@ -46,7 +53,7 @@ class ResponseStore:
         if entry.size > self._max_bytes:
             return
         with self._lock:
-            self._entries[entry.response["id"]] = entry
+            self._entries[entry.response_id] = entry
             self.num_bytes += entry.size
             while len(self._entries) > self._max_responses or self.num_bytes > self._max_bytes:
                 _, oldest = self._entries.popitem(last=False)

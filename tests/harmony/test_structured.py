@@ -6,7 +6,12 @@ from typing import Any
 import pytest
 
 from gptoss_harmony.chat import parse_chat
-from gptoss_harmony.structured import MAX_GUIDE_LENGTH, guided_decoding, response_format
+from gptoss_harmony.structured import (
+    MAX_GUIDE_LENGTH,
+    check_schema,
+    guided_decoding,
+    response_format,
+)
 from gptoss_harmony.types import ChatRequest, InvalidChat, TextFormat
 
 USER = {"role": "user", "content": "Hi"}
@@ -187,3 +192,43 @@ def test_both_at_once_are_refused() -> None:
     with pytest.raises(InvalidChat, match="response_format and guided_decoding_guide cannot be"):
         chat(**given)
     assert chat(guided_decoding_guide_type="json", response_format={"type": "text"}).text_format
+
+
+def _patterns(number: int) -> list[dict[str, Any]]:
+    return [{"type": "string", "pattern": f"(a|b)*a(a|b){{{20 + each}}}"} for each in range(number)]
+
+
+def _referring(patterns: list[dict[str, Any]]) -> dict[str, Any]:
+    """Each of them refers to the next."""
+    parts = {
+        f"d{place}": {**each, "$ref": f"#/$defs/d{place + 1}"}
+        for place, each in enumerate(patterns)
+    }
+    return {"$defs": {**parts, f"d{len(parts)}": {"type": "string"}}, "$ref": "#/$defs/d0"}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": _patterns(12)},
+        {"allOf": [{"properties": {"a": each}} for each in _patterns(12)]},
+        {"properties": {"a": {"allOf": _patterns(12)}}},
+        _referring(_patterns(12)),
+    ],
+)
+def test_patterns_that_take_too_long_together_are_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(InvalidChat, match=r"^p must have at most 8 patterns .*, got 12$"):
+        check_schema("p", schema)
+
+
+def test_patterns_beside_each_other_are_as_many_as_one_likes() -> None:
+    described = {"title": "T", "anyOf": [*_patterns(12), {"$ref": "#/$defs/n", "description": "D"}]}
+    names = {f"p{place}": each for place, each in enumerate(_patterns(12))}
+    properties = {**names, "a": described, "allOf": {"allOf": [{"type": "integer"}]}}
+    check_schema(
+        "p", {"type": "object", "properties": properties, "$defs": {"n": {"type": "null"}}}
+    )
+
+
+def test_equal_patterns_are_one() -> None:
+    check_schema("p", {"allOf": [{"type": "string", "pattern": "^a+$"}] * 12})

@@ -58,6 +58,8 @@ def test_a_streamed_chat(stack: Stack) -> None:
         ),
         ("9 requests wait for a place, as many as …: try again later", 503, "unavailable", None),
         ("the engine is draining: it takes no new requests", 503, "unavailable", None),
+        ("guide cannot be compiled: grammar too big", 400, "invalid_value", None),
+        ("guide cannot be given here: no vocabulary", 400, "unsupported_parameter", None),
         ("the engine failed: CUDA error", 503, "unavailable", None),
         ("the model's logits behind 3 tokens are not numbers", 500, "internal_error", None),
         ("list index out of range", 500, "internal_error", None),
@@ -446,6 +448,36 @@ def test_the_body_of_a_large_request_is_read_in_a_thread(stack: Stack) -> None:
     assert stack.chat(messages=messages).status == 200
     refused = stack.chat(messages=[{"role": "user", "content": "x" * 5_000_000}])
     assert (refused.status, refused.error["param"]) == (400, "messages")
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("chat/completions", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+        ("chat/completions", {"response_format": {"type": "json_object"}}),
+        ("responses", {"text": {"format": {"type": "json_object"}}}),
+    ],
+)
+def test_a_schema_that_takes_long_holds_up_nobody(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, path: str, field: dict[str, Any]
+) -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+    was_free: list[bool] = []
+
+    def slow(*_: Any) -> None:
+        begun.set()
+        was_free.append(goes_on.wait(5))
+
+    module = "chat" if path == "chat/completions" else "responses"
+    monkeypatch.setattr(f"gptoss_openai.{module}.check", slow)
+    body = {"model": MODEL, **_prompt(path), **field}
+    asking = threading.Thread(target=lambda: stack.request(f"/v1/{path}", body))
+    asking.start()
+    assert begun.wait(5)
+    assert stack.request("/health").status == 200
+    goes_on.set()
+    asking.join()
+    assert was_free == [True]
 
 
 def test_many_at_once(stack: Stack) -> None:

@@ -105,6 +105,11 @@ def test_tool_choice_is_sent_as_a_chats(
 @pytest.mark.parametrize(
     ("fields", "param", "code"),
     [
+        (
+            {"text": {"format": {"type": "json_schema", "name": "", "schema": {}}}},
+            "text.format.name",
+            "invalid_value",
+        ),
         ({"input": None}, "input", "invalid_value"),
         ({"input": []}, "input", "invalid_value"),
         ({"input": [7]}, "input[0]", "invalid_value"),

@@ -1,12 +1,14 @@
 """The store of responses keeps to its limits, whatever is put into it and asked of it."""
 
+import json
 import random
+import tracemalloc
 
 from gptoss_openai.store import ResponseStore, Stored
 
 
 def _entry(name: str, size: int = 10, owner: str = "me") -> Stored:
-    return Stored({"id": name}, (), owner, size)
+    return Stored(name, b"x" * size, b"", owner)
 
 
 def test_the_one_unused_for_longest_goes() -> None:
@@ -66,3 +68,16 @@ def test_random_traffic_keeps_the_count() -> None:
 def test_a_size_is_what_it_takes_as_json() -> None:
     entry = Stored.of({"id": "x"}, ({"role": "user", "content": "é" * 100},), "me")
     assert 200 < entry.size < 260
+
+
+def test_what_is_counted_is_what_is_held() -> None:
+    tops = [{"token": "a", "logprob": -1.5, "bytes": [97]} for _ in range(5)]
+    entry = {"token": "a", "logprob": -1.5, "bytes": [97], "top_logprobs": tops}
+    answer = json.dumps({"logprobs": [entry] * 1000})
+    store = ResponseStore(100, 2**30)
+    tracemalloc.start()
+    for number in range(10):
+        store.put(Stored.of({"id": f"r{number}", **json.loads(answer)}, [], "me"))
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 10 * len(answer) / 2 < store.num_bytes < held < 1.2 * store.num_bytes
