@@ -1,10 +1,14 @@
 """What the gateway is configured with: read once, unknown keys refused."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from gptoss_harmony.types import nearest
+
+# The kernel counts milliseconds in 31 bits; a week is as good as for ever.
+_MOST_SECONDS = 604_800
 
 
 class InvalidGateway(ValueError):
@@ -42,18 +46,20 @@ class GatewayConfig:
         for name in ("api_keys", "cors_origins"):
             if not all(getattr(self, name)):
                 raise InvalidGateway(f"{name} must not hold an empty text")
-        for name, least in (
-            ("max_body_bytes", 1),
-            ("max_open_requests", 1),
-            ("body_seconds", 0.1),
-            ("slow_reader_seconds", 0.1),
-            ("max_stored_responses", 0),
-            ("max_stored_bytes", 0),
-            ("drain_seconds", 0),
+        for name, least, most in (
+            ("max_body_bytes", 1, math.inf),
+            ("max_open_requests", 1, math.inf),
+            ("body_seconds", 0.1, _MOST_SECONDS),
+            ("slow_reader_seconds", 0.1, _MOST_SECONDS),
+            ("max_stored_responses", 0, math.inf),
+            ("max_stored_bytes", 0, math.inf),
+            ("drain_seconds", 0, _MOST_SECONDS),
         ):
             value = getattr(self, name)
             if not value >= least:
                 raise InvalidGateway(f"{name} must be at least {least}, got {value}")
+            if value > most:
+                raise InvalidGateway(f"{name} must be at most {most}, got {value}")
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:

@@ -44,6 +44,10 @@ _SSE = (
 log = logging.getLogger(__name__)
 
 
+def _shutting_down() -> ApiError:
+    return ApiError(503, "the gateway is shutting down: try again")
+
+
 class Answer(Protocol):
     """What chat.py, completions.py and responses.py make of a body."""
 
@@ -69,12 +73,15 @@ class Exchanges:
         self.metrics = metrics
         self.ensemble: Ensemble
         self._open: set[_Exchange] = set()
+        self._is_cut = False
 
     def route(self, name: str, read: Callable[[dict[str, Any], str], Answer]) -> "_Route":
         """An ASGI application. read: a body and the owner of its key to an Answer, or ApiError."""
         return _Route(self, name, read)
 
     async def run(self, exchange: "_Exchange") -> None:
+        if self._is_cut:  # Its body came late.
+            raise _shutting_down()
         self._open.add(exchange)
         try:
             await exchange.run()
@@ -82,7 +89,8 @@ class Exchanges:
             self._open.remove(exchange)
 
     def cut(self) -> None:
-        """End every open answer with an error: the gateway stops."""
+        """End every open answer with an error, and begin none: the gateway stops."""
+        self._is_cut = True
         for exchange in self._open:
             exchange.cut()
 
@@ -205,8 +213,10 @@ class _Exchange:
                     await task
 
     def cut(self) -> None:
-        self._is_cut = True
-        self._work.cancel()
+        """Once: another time would cut the error that tells of it."""
+        if not self._is_cut:
+            self._is_cut = True
+            self._work.cancel()
 
     async def _wait_until_gone(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
@@ -227,7 +237,7 @@ class _Exchange:
                 raise
             self._work.uncancel()
             self._metrics.cut.labels("shutdown").inc()
-            await self._fail(ApiError(503, "the gateway is shutting down: try again"))
+            await self._fail(_shutting_down())
 
     async def _whole(self) -> None:
         async with aclosing(self._replies()) as replies:

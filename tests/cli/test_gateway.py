@@ -62,6 +62,11 @@ def test_what_is_refused_before_anything_starts(gptoss: Run, command: str) -> No
     done = gptoss(command, f"{prefix}model-name", " ", f"{prefix}cors-origin", "")
     assert done.code == 2
     assert "cors_origins must not hold an empty text" in done.err
+    for flag in (f"{prefix}slow-reader-seconds", "--drain-seconds"):
+        for seconds in ("inf", "3e6"):
+            done = gptoss(command, flag, seconds)
+            assert done.code == 2
+            assert "_seconds must be at most 604800, got " in done.err
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         done = gptoss(command, f"{prefix}port", port)

@@ -333,20 +333,25 @@ def test_a_client_that_leaves_ends_its_generation(stack: Stack, stream: bool) ->
     eventually(lambda: stack.metric("gptoss:gateway_open_requests") == 1, 5)
 
 
+def _wait_until_held(stack: Stack) -> None:
+    """Until nothing comes from the ensemble but the answers to others, which do come."""
+
+    def is_held() -> bool:
+        before = stack.fake.num_sent
+        for _ in range(20):
+            assert stack.chat(stream=True).status == 200
+        return stack.fake.num_sent == before + 20 * len(ANSWER)
+
+    eventually(is_held, 20)
+
+
 def test_a_slow_reader_holds_up_the_ensemble_and_nobody_else() -> None:
     with running(slow_reader_seconds=60) as stack:
         stack.fake.script = lambda _: LONG
         with stack.connect({"stream": True}) as slow:
             assert slow.recv(100)
             stack.fake.script = lambda _: ANSWER
-
-            def is_held() -> bool:
-                before = stack.fake.num_sent
-                for _ in range(20):
-                    assert stack.chat(stream=True).status == 200
-                return stack.fake.num_sent == before + 20 * len(ANSWER)
-
-            eventually(is_held, 20)
+            _wait_until_held(stack)
             assert stack.fake.num_sent < len(LONG) / 2
         eventually(lambda: stack.fake.num_cancelled == 1, 5)
 
@@ -375,18 +380,36 @@ def test_a_reader_whom_the_kernel_thinks_alive_is_gone_too() -> None:
             eventually(lambda: stack.fake.num_cancelled == 1, 5)
 
 
-def test_answers_that_are_cut_end_with_an_error(stack: Stack) -> None:
-    never = threading.Event()
-    stack.fake.script = lambda _: [Reply(text="a"), never]
-    with stack.connect({"stream": True}) as streamed, stack.connect({}) as whole:
-        assert streamed.recv(100)
-        eventually(lambda: len(stack.fake.requests) == 2, 5)
-        stack.loop.call_soon_threadsafe(stack.gateway.exchanges.cut)
-        told = _read_to_the_end(streamed)
-        assert b'"code":"unavailable"' in told
-        assert told.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-        assert whole.recv(4096).startswith(b"HTTP/1.1 503 ")
-    assert stack.metric('gptoss:gateway_cut_answers_total{reason="shutdown"}') == 2
+def test_answers_that_are_cut_end_with_an_error_and_none_begins() -> None:
+    with running() as stack:
+        never = threading.Event()
+        stack.fake.script = lambda _: [Reply(text="a"), never]
+        with stack.connect({"stream": True}) as streamed, stack.connect({}) as whole:
+            assert streamed.recv(100)
+            eventually(lambda: len(stack.fake.requests) == 2, 5)
+            stack.loop.call_soon_threadsafe(stack.gateway.exchanges.cut)
+            told = _read_to_the_end(streamed)
+            assert b'"code":"unavailable"' in told
+            assert told.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+            assert whole.recv(4096).startswith(b"HTTP/1.1 503 ")
+        assert stack.metric('gptoss:gateway_cut_answers_total{reason="shutdown"}') == 2
+        late = stack.chat()
+        assert (late.status, late.headers["retry-after"]) == (503, "1")
+        assert len(stack.fake.requests) == 2
+
+
+def test_a_second_cut_leaves_the_error_of_the_first() -> None:
+    with running(slow_reader_seconds=60) as stack:
+        stack.fake.script = lambda _: LONG
+        with stack.connect({"stream": True}) as client:
+            assert client.recv(100)
+            stack.fake.script = lambda _: ANSWER
+            _wait_until_held(stack)  # And so its error will be.
+            name = 'gptoss:gateway_cut_answers_total{reason="shutdown"}'
+            for _ in range(2):
+                stack.loop.call_soon_threadsafe(stack.gateway.exchanges.cut)
+                eventually(lambda: stack.metric(name) == 1, 5)
+            assert b'"code":"unavailable"' in _read_to_the_end(client)
 
 
 def test_answers_share_a_stream_to_the_ensemble() -> None:
