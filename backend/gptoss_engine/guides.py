@@ -15,7 +15,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,18 +23,16 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, Token
 
 from gptoss_engine.config import EngineConfig
 from gptoss_engine.types import Guide, InvalidRequest, Unsupported
+from gptoss_grammars import RefusedGrammar, bounded, one_line
 
 log = logging.getLogger(__name__)
 
 _GROUP = "gptoss.vocabularies"
-_MOST_WORDS = 300  # characters of a library's sentence
 # Of a parse, in one step: an ambiguous grammar's take the loop, and all streams, 0.3 s. By
 # llguidance's own limit it is more than twice as long; 300 alternatives of objects are 10,000.
 _MOST_ITEMS = 20_000
-# llguidance goes down a chain of rules or references by recursion, and without a stack for it the
-# process ends. The longest chains of MAX_GUIDE_LENGTH took 32 MiB; what is not used costs nothing.
-_STACK_BYTES = 256 * 2**20
-_stack_size = threading.Lock()  # the process has but one for threads to come
+# The worst of MAX_GUIDE_LENGTH that ended took 19 s. Meanwhile other guided requests wait.
+_COMPILE_SECONDS = 20.0
 
 
 class Vocabulary(NamedTuple):
@@ -73,7 +70,7 @@ class Matcher:
             self._fail()
 
     def _fail(self) -> None:
-        said = _one_line(self._matcher.get_error())
+        said = one_line(self._matcher.get_error())
         self.error = f"the guide cannot be followed any further: {said or 'no token may come'}"
 
 
@@ -109,11 +106,15 @@ class Guides:
         if tokenizer is None:
             raise Unsupported(f"guide cannot be given here: {self._absence}")
         grammar = _grammar(guide)
-        matcher = _in_deep_stack(
-            lambda: LLMatcher(tokenizer, grammar, log_level=0, limits=self._limits)
-        )
+        try:
+            matcher = bounded(
+                lambda: LLMatcher(tokenizer, grammar, log_level=0, limits=self._limits),
+                _COMPILE_SECONDS,
+            )
+        except RefusedGrammar as error:
+            raise InvalidRequest(f"guide cannot be compiled: {error}") from None
         if matcher.is_error():
-            raise InvalidRequest(f"guide cannot be compiled: {_one_line(matcher.get_error())}")
+            raise InvalidRequest(f"guide cannot be compiled: {one_line(matcher.get_error())}")
         return Matcher(matcher)
 
     def _loaded(self) -> LLTokenizer | None:
@@ -207,26 +208,6 @@ def load_vocabulary(folder: Path | None) -> Vocabulary:
     return Vocabulary(*found[0].load()(folder))
 
 
-def _in_deep_stack(work: Callable[[], LLMatcher]) -> LLMatcher:
-    """What it returns, from a thread that has room for any grammar."""
-    answer: Future[LLMatcher] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(work())
-        except BaseException as error:  # noqa: BLE001  a panic of Rust's is no Exception
-            said = _one_line(str(error))
-            answer.set_exception(InvalidRequest(f"guide cannot be compiled: {said}"))
-
-    with _stack_size:
-        others = threading.stack_size(_STACK_BYTES)
-        try:
-            threading.Thread(target=run, name="guide", daemon=True).start()
-        finally:
-            threading.stack_size(others)
-    return answer.result()
-
-
 def _grammar(guide: Guide) -> str:
     """As llguidance takes it: Lark, or a JSON object of grammars."""
     match guide.type:
@@ -253,9 +234,3 @@ def _json(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"guide must be JSON: {error}") from None
-
-
-def _one_line(text: str) -> str:
-    """A library's words, which may be many lines, as part of a sentence."""
-    words = " ".join(text.replace("<non-verbose/>", "").split())
-    return words if len(words) <= _MOST_WORDS else f"{words[: _MOST_WORDS - 1]}…"

@@ -10,11 +10,12 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
+from gptoss_grammars import MAX_GUIDE_LENGTH
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 GuideType = Literal["json_schema", "regex", "lark", "grammars"]
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 128
-MAX_GUIDE_LENGTH = 65_536  # characters; llguidance compiles nearly all of them within a second
 
 
 class InvalidRequest(ValueError):

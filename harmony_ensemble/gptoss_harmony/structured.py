@@ -5,14 +5,13 @@ library's words. The engine compiles it once more, with the header and all aroun
 """
 
 import json
-import threading
 from collections.abc import Collection, Mapping
-from concurrent.futures import Future
 from typing import Any
 
 from llguidance import LLMatcher, regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from gptoss_grammars import MAX_GUIDE_LENGTH, RefusedGrammar, bounded, one_line
 from gptoss_harmony.types import (
     InvalidChat,
     TextFormat,
@@ -22,8 +21,6 @@ from gptoss_harmony.types import (
     shown,
 )
 
-MAX_GUIDE_LENGTH = 65_536
-"""Characters of a whole guide, as the engine takes it."""
 GUIDED = ("guided_decoding_guide_type", "guided_decoding_guide")
 """TensorRT-LLM's fields."""
 GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar", "ebnf", "lark")
@@ -38,11 +35,8 @@ _NAMING = frozenset(("properties", "patternProperties", "$defs", "definitions"))
 _SAYS_NOTHING = frozenset(
     ("$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated", "description")
 ) | {"examples", "readOnly", "title", "writeOnly"}
-_MOST_WORDS = 300  # characters of a library's sentence
-# llguidance goes down a chain of rules or references by recursion, and without a stack for it the
-# process ends. The longest chains of MAX_GUIDE_LENGTH took 32 MiB; what is not used costs nothing.
-_STACK_BYTES = 256 * 2**20
-_stack_size = threading.Lock()  # the process has but one for threads to come
+# The worst of MAX_GUIDE_LENGTH that a model could be held to took half a second.
+_CHECK_SECONDS = 5.0
 
 
 def tool_choice(
@@ -152,7 +146,7 @@ def _from_ebnf(path: str, text: str) -> str:
     try:
         return gbnf_to_lark(text)
     except Exception as error:  # noqa: BLE001  the library's reader raises many kinds
-        raise InvalidChat(f"{path} is no grammar (root ::= …): {_one_line(str(error))}") from None
+        raise InvalidChat(f"{path} is no grammar (root ::= …): {one_line(str(error))}") from None
 
 
 def check_schema(path: str, schema: Mapping[str, Any], *, is_strict: bool = True) -> None:
@@ -192,28 +186,14 @@ def check_grammar(path: str, grammar: Mapping[str, Any]) -> None:
     """The same of one of a guide's grammars."""
     text = json.dumps({"grammars": [grammar]})
     check_length(path, text)
-    is_error, words = _validated(text)
+    try:
+        is_error, words = bounded(
+            lambda: LLMatcher.validate_grammar_with_warnings(text), _CHECK_SECONDS
+        )
+    except RefusedGrammar as error:
+        raise InvalidChat(f"{path} cannot be followed: {error}") from None
     if is_error:
-        raise InvalidChat(f"{path} cannot be followed: {_one_line(words[0])}")
-
-
-def _validated(text: str) -> tuple[bool, list[str]]:
-    """llguidance's word on a grammar, from a thread that has room for any."""
-    answer: Future[tuple[bool, list[str]]] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(LLMatcher.validate_grammar_with_warnings(text))
-        except BaseException as error:  # noqa: BLE001  a panic of Rust's is no Exception
-            answer.set_result((True, [str(error)]))
-
-    with _stack_size:
-        others = threading.stack_size(_STACK_BYTES)
-        try:
-            threading.Thread(target=run, name="grammar", daemon=True).start()
-        finally:
-            threading.stack_size(others)
-    return answer.result()
+        raise InvalidChat(f"{path} cannot be followed: {one_line(words[0])}")
 
 
 def check_length(path: str, text: str) -> None:
@@ -237,8 +217,3 @@ def refuse_both(one: TextFormat | None, other: TextFormat | None) -> TextFormat 
     if one is not None and other is not None:
         raise UnsupportedChat("response_format and guided_decoding_guide cannot be given together")
     return one or other
-
-
-def _one_line(text: str) -> str:
-    words = " ".join(text.split())
-    return words if len(words) <= _MOST_WORDS else f"{words[: _MOST_WORDS - 1]}…"

@@ -5,7 +5,7 @@ import random
 from collections.abc import Sequence as Sized
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -130,9 +130,9 @@ def alone(config: EngineConfig, runner: Runner) -> dict[str, Answer]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda each: str(each["temperature"]))
 def test_answers_are_what_their_schemas_say(
-    config: EngineConfig, dtype: str, sampling: dict[str, Any]
+    config: EngineConfig, dtype: Literal["float32", "bfloat16"], sampling: dict[str, Any]
 ) -> None:
-    config = replace(config, dtype=dtype)  # type: ignore[arg-type]
+    config = replace(config, dtype=dtype)
     engine = Engine(config, load_runner(config), guides=GUIDES)
     found = answers(engine, requests(NAMES, **sampling))
     assert found.keys() == set(NAMES)
@@ -160,10 +160,10 @@ def _text(answer: Answer) -> str:
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
 def test_beside_others_is_alone(
-    config: EngineConfig, runner: Runner, alone: dict[str, Answer], overlap: str
+    config: EngineConfig, runner: Runner, alone: dict[str, Answer], overlap: Literal["off", "on"]
 ) -> None:
     """Guided or not: neither knows of the other."""
-    config = replace(config, overlap=overlap)  # type: ignore[arg-type]
+    config = replace(config, overlap=overlap)
     engine = Engine(config, runner, guides=GUIDES)
     assert are_whole(alone)
     assert answers(engine, requests([*alone])) == alone
@@ -321,10 +321,10 @@ def test_an_engine_without_a_vocabulary_refuses() -> None:
 # ---- on a GPU ----------------------------------------------------------------------------------
 
 
-def device_config(device: str) -> EngineConfig:
+def device_config() -> EngineConfig:
     """Of a random model with all of gpt-oss's vocabulary, of whose tokens a few are known here."""
     config = EngineConfig(random_weights="tiny", max_model_len=512, page_size=16, max_num_seqs=12)
-    config = replace(config, device=device, max_num_batched_tokens=300)  # type: ignore[arg-type]
+    config = replace(config, device="cuda", max_num_batched_tokens=300)
     return replace(config, num_pages=240, num_window_pages=240)
 
 
@@ -336,7 +336,7 @@ def guides_for(runner: Runner) -> Guides:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_rows_without_a_mask_choose_again_what_they_had(config: EngineConfig, device: str) -> None:
     """And the masked ones what they may, which the next step finds by their seats."""
-    made = on_device(config, Recorded()) if device == "cpu" else load_runner(device_config(device))
+    made = on_device(config, Recorded()) if device == "cpu" else load_runner(device_config())
     steps, vocab_size = made._steps, made.model_config.vocab_size
     assert steps is not None
     stepper = Stepper(made)
@@ -361,7 +361,7 @@ def test_rows_without_a_mask_choose_again_what_they_had(config: EngineConfig, de
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_on_a_gpu_answers_are_what_their_schemas_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """As graphs, overlapped, and nothing is waited for but a step's tokens."""
-    config = device_config("cuda")
+    config = device_config()
     made = load_runner(config)
     guide = Launched.guide
 

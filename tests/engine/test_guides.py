@@ -207,6 +207,17 @@ def test_a_panic_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> No
         loaded.matcher(Guide("json_schema", "{}"))
 
 
+def test_what_never_ends_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = guides()
+    loaded.matcher(Guide("regex", "a"))
+    may_end = threading.Event()
+    monkeypatch.setattr(module, "LLMatcher", lambda *_, **__: may_end.wait())
+    monkeypatch.setattr(module, "_COMPILE_SECONDS", 0.01)
+    with pytest.raises(InvalidRequest, match=r"compiled: it takes longer than 0\.01 s"):
+        loaded.matcher(Guide("json_schema", "{}"))
+    may_end.set()
+
+
 def test_an_ambiguous_grammar_ends_before_a_mask_takes_long() -> None:
     """Each of a token's characters may be in many places of its parse."""
     table = vocabulary()

@@ -29,9 +29,15 @@ HISTORY = [
     {"role": "assistant", "tool_calls": CALLED},
     {"role": "tool", "tool_call_id": "1", "content": "3"},
 ]
-CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-NUMBER = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
-NUMBER["additionalProperties"] = CITY["additionalProperties"] = False  # type: ignore[assignment]
+
+
+def object_of(name: str, value_type: str) -> dict[str, Any]:
+    properties = {name: {"type": value_type}}
+    closed = {"required": [name], "additionalProperties": False}
+    return {"type": "object", "properties": properties} | closed
+
+
+CITY, NUMBER = object_of("city", "string"), object_of("n", "integer")
 
 THINK = "<|channel|>analysis<|message|>Let me see: {<|end|><|start|>assistant"
 PREAMBLE = "<|channel|>commentary<|message|>One moment.<|end|><|start|>assistant"
