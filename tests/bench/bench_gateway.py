@@ -1,10 +1,12 @@
 """What the OpenAI gateway adds to the first token, over the ensemble by gRPC, on the demo model.
 
-    python tests/bench/bench_gateway.py [--requests 300] [--url host:port --openai http://host:port]
+    python tests/bench/bench_gateway.py [--requests 300] [--output lines.jsonl]
+        [--url host:port --openai http://host:port]
 
 The same prompt goes both ways in turns, one token each, so that a busy machine slows both: over a
 gRPC stream that stays open (`ChatClient`), and as a streamed chat completion over a kept HTTP
-connection, until its first event. Medians, and the median of the differences; then a JSON line.
+connection, until its first event. Medians, and the median of the differences; then a JSON line,
+which --output appends to a file.
 """
 
 import argparse
@@ -12,12 +14,14 @@ import http.client
 import json
 import socket
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from gptoss_backend.cli.provenance import provenance
 from gptoss_backend.client import ChatClient
 from gptoss_backend.gateway import Gateway, bind
 from gptoss_backend.server import Ports, TritonServer
@@ -32,12 +36,22 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--url", help="gRPC host:port of a running server")
     parser.add_argument("--openai", help="http://host:port of the gateway before it")
+    parser.add_argument("--output", type=Path, help="a file to append the line to")
     arguments = parser.parse_args()
     if arguments.url:
-        _measure(arguments.url, arguments.openai, arguments.requests)
-        return
-    with _stack() as (url, openai):
-        _measure(url, openai, arguments.requests)
+        figures = _measure(arguments.url, arguments.openai, arguments.requests)
+    else:
+        with _stack() as (url, openai):
+            figures = _measure(url, openai, arguments.requests)
+    print(f"| {' | '.join(figures)} |\n|{'-|' * len(figures)}")
+    print(f"| {' | '.join(map(str, figures.values()))} |")
+    words = [word for word in sys.argv[1:] if word not in ("--output", str(arguments.output))]
+    command = " ".join(["python tests/bench/bench_gateway.py", *words])
+    line = json.dumps(figures | provenance(EngineConfig()) | {"command": command})
+    print(line)
+    if arguments.output is not None:
+        with arguments.output.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
 
 
 @contextmanager
@@ -51,7 +65,7 @@ def _stack() -> Iterator[tuple[str, str]]:
             yield server.ports.url("grpc"), gateway.url
 
 
-def _measure(url: str, openai: str, num_requests: int) -> None:
+def _measure(url: str, openai: str, num_requests: int) -> dict[str, str | float]:
     host, port = openai.removeprefix("http://").split(":")
     connection = http.client.HTTPConnection(host, int(port))
     connection.connect()
@@ -90,15 +104,13 @@ def _measure(url: str, openai: str, num_requests: int) -> None:
             (seconds(by_grpc, text), seconds(by_http, text))
             for text in (f"What is {number % 90 + 10} + 25?" for number in range(num_requests))
         ][_WARM_UP:]
-    figures = {
+    return {
         "benchmark": "gateway",
         "requests": len(pairs),
         "grpc_ttft_ms": _ms([grpc for grpc, _ in pairs]),
         "gateway_ttft_ms": _ms([http for _, http in pairs]),
         "added_ms": _ms([http - grpc for grpc, http in pairs]),
     }
-    print(f"| {' | '.join(figures)} |\n|{'-|' * len(figures)}")
-    print(f"| {' | '.join(map(str, figures.values()))} |\n{json.dumps(figures)}")
 
 
 def _ms(values: list[float]) -> float:
