@@ -80,7 +80,12 @@ class TritonPythonModel:
             {name: value["string_value"] for name, value in parameters.items()}
         )
         self._control_key = os.environ.get(CONTROL_KEY_VARIABLE)
-        self._streams = Streams(config.stream_interval, self._abort, self._record)
+        self._streams = Streams(
+            config.stream_interval,
+            self._abort,
+            self._record,
+            sends_itself=config.dp > 1 or is_apart(config),
+        )
         self._engine = start_engine(config, self._streams.at_once)
         self._metrics = EngineMetrics(pb_utils, args["model_name"], args["model_version"])
         self._stopped = threading.Event()
@@ -133,6 +138,7 @@ class TritonPythonModel:
             error = admission.exception()
             if error is None:
                 self._streams.open(stream)
+                client.prepare(len(generation.token_ids))
             else:
                 _refuse(sender, error)
 
@@ -191,8 +197,20 @@ class _TritonClient:
         self._sender = sender
         self._generation_id = generation_id
         self._context = context
+        self._made: dict[str, tuple[str | tuple[int, ...], Any]] = {}
+
+    def prepare(self, num_prompt_tokens: int) -> None:
+        """Make what the first response will have, while its token is computed."""
+        self._outputs(StreamResponse(0, TokenChunk("", (0,), num_prompt_tokens=num_prompt_tokens)))
 
     def send(self, response: StreamResponse) -> None:
+        flags = _FINAL if response.is_last else 0
+        self._sender.send(pb_utils.InferenceResponse(self._outputs(response)), flags=flags)
+
+    def is_cancelled(self) -> bool:
+        return self._sender.is_cancelled()
+
+    def _outputs(self, response: StreamResponse) -> list[Any]:
         chunk = response.chunk
         usage = {
             "num_prompt_tokens": chunk.num_prompt_tokens,
@@ -202,21 +220,24 @@ class _TritonClient:
         logprobs = [[each.logprob, each.top] for each in chunk.logprobs]
         code = "CANCELLED" if chunk.finish_reason == "abort" else "INTERNAL"
         error = json.dumps({"code": code, "message": chunk.error}) if chunk.error else ""
-        outputs = [
-            _bytes("generation_id", self._generation_id),
-            _integers("sequence_number", [response.sequence_number]),
-            _integers("token_ids", chunk.token_ids),
-            _bytes("logprobs", json.dumps(logprobs) if logprobs else ""),
-            _bytes("finish_reason", chunk.finish_reason or ""),
-            _bytes("error", error),
-            _bytes("usage", json.dumps(usage)),
-            _bytes("context", self._context),
-        ]
-        flags = _FINAL if response.is_last else 0
-        self._sender.send(pb_utils.InferenceResponse(outputs), flags=flags)
+        values = {
+            "generation_id": self._generation_id,
+            "sequence_number": (response.sequence_number,),
+            "token_ids": chunk.token_ids,
+            "logprobs": json.dumps(logprobs) if logprobs else "",
+            "finish_reason": chunk.finish_reason or "",
+            "error": error,
+            "usage": json.dumps(usage),
+            "context": self._context,
+        }
+        return [self._tensor(name, value) for name, value in values.items()]
 
-    def is_cancelled(self) -> bool:
-        return self._sender.is_cancelled()
+    def _tensor(self, name: str, value: str | tuple[int, ...]) -> Any:
+        """The one that was sent last, if it says the same: the server reads it where it lies."""
+        made = self._made.get(name)
+        if made is None or made[0] != value:
+            made = self._made[name] = value, _tensor(name, value)
+        return made[1]
 
 
 def _refuse(sender: Any, error: BaseException) -> None:
@@ -256,9 +277,7 @@ def _json_object(name: str, inputs: dict[str, np.ndarray]) -> dict[str, Any]:
     return value
 
 
-def _bytes(name: str, value: str) -> Any:
-    return pb_utils.Tensor(name, np.array([value.encode("utf-8")], dtype=np.object_))
-
-
-def _integers(name: str, values: Any) -> Any:
-    return pb_utils.Tensor(name, np.asarray(values, dtype=np.int32))
+def _tensor(name: str, value: str | tuple[int, ...]) -> Any:
+    if isinstance(value, str):
+        return pb_utils.Tensor(name, np.array([value.encode("utf-8")], dtype=np.object_))
+    return pb_utils.Tensor(name, np.array(value, dtype=np.int32))

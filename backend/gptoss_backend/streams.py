@@ -1,8 +1,8 @@
-"""Between the engine's loop and the server: chunks pile up here, one thread sends them.
+"""Between the engine's loop and the server: chunks pile up here, one thread at a time sends them.
 
 The cost of a response is per response, not per token. So the first token of a stream goes out at
-once, later ones when `stream_interval` tokens are there, and whatever piled up while the thread was
-busy with other streams goes out together. An empty response is sent whenever a stream was silent
+once, later ones when `stream_interval` tokens are there, and whatever piled up while others were
+sent to goes out together. An empty response is sent whenever a stream was silent
 for a while, sooner if nothing was sent yet: a client that left is only noticed when something is
 sent to it, and an ensemble can only end what it has heard of. There is none on admission: of many
 requests that come at once it would hold up the next ones.
@@ -11,10 +11,10 @@ requests that come at once it would hold up the next ones.
 import logging
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from gptoss_engine.types import TokenChunk, TokenLogprob
 
@@ -75,7 +75,8 @@ class Streams:
     """All open streams and the thread that sends. `push` is called by the engine's thread.
 
     abort(generation_id) is called when a client has cancelled; finished(stream) when a stream's
-    last chunk has arrived.
+    last chunk has arrived. sends_itself: whether who leaves `at_once` may send, because no step
+    waits for it: one response, which then waits for no other thread's turn.
     """
 
     def __init__(
@@ -83,11 +84,18 @@ class Streams:
         stream_interval: int,
         abort: Callable[[str], None],
         finished: Callable[[Stream], None] = lambda _: None,
+        *,
+        sends_itself: bool = False,
     ) -> None:
         self._stream_interval = stream_interval
         self._abort = abort
         self._finished = finished
+        self._sends_itself = sends_itself
+        # Who holds it sends: what is due is taken under it, so that no later chunk overtakes.
+        self._sending = threading.Lock()
+        # Guards all below. Whoever sends may take it; who has it only tries to get `_sending`.
         self._changed = threading.Condition(threading.RLock())
+        self._is_gathering = False
         self._open: dict[str, Stream] = {}
         self._due: dict[str, Stream] = {}
         self._is_closed = False
@@ -104,9 +112,18 @@ class Streams:
                 self._due[stream.generation_id] = stream
             self._changed.notify_all()
 
-    def at_once(self) -> AbstractContextManager[Any]:
-        """While it is entered, its thread's pushes are one: the sender hears of them at the end."""
-        return self._changed
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """While it is entered, its thread's pushes are one: they are heard of at its end."""
+        try:
+            with self._changed:
+                self._is_gathering = True
+                try:
+                    yield
+                finally:
+                    self._is_gathering = False
+        finally:
+            self._hear()
 
     def push(self, stream: Stream, chunk: TokenChunk) -> None:
         with self._changed:
@@ -118,9 +135,23 @@ class Streams:
                 stream.last_chunk = chunk
             if stream.is_open and stream.is_due(self._stream_interval):
                 self._due[stream.generation_id] = stream
-                self._changed.notify_all()
+                if not self._is_gathering:
+                    self._changed.notify_all()
         if chunk.finish_reason is not None:
             self._finished(stream)
+
+    def _hear(self) -> None:
+        """Of what became due: little is sent here, if nobody else sends, all else by the sender."""
+        with self._changed:
+            is_little = self._sends_itself and len(self._due) == 1
+            has_turn = is_little and self._sending.acquire(blocking=False)
+            if self._due and not has_turn:
+                self._changed.notify_all()
+        if has_turn:
+            try:
+                self._send_due()
+            finally:
+                self._sending.release()
 
     def wait_empty(self, seconds: float) -> bool:
         """Until every open stream has sent its last response; whether they did in time."""
@@ -142,17 +173,29 @@ class Streams:
                     self._changed.wait(left if self._open else None)
                 if self._is_closed and not self._due:
                     return
-                due, self._due = self._due, {}
-            for stream in due.values():
-                self._send(stream)
-            now = time.monotonic()
-            if now >= next_chores:
-                with self._changed:
-                    streams = list(self._open.values())
-                for stream in streams:
-                    self._notice_cancellation(stream)
-                self._add_heartbeats(streams, now)
-                next_chores = now + max(_CANCELLATION_SECONDS, len(streams) / _CHORES_A_SECOND)
+            with self._sending:
+                self._send_due()
+                now = time.monotonic()
+                if now >= next_chores:
+                    next_chores = now + self._do_chores(now)
+
+    def _send_due(self) -> None:
+        with self._changed:
+            due, self._due = self._due, {}
+        for stream in due.values():
+            self._send(stream)
+
+    def _do_chores(self, now: float) -> float:
+        """Cancellations and heartbeats. Seconds until they are due again.
+
+        Under `_sending`: the server must not be asked about a request that has had its end.
+        """
+        with self._changed:
+            streams = list(self._open.values())
+        for stream in streams:
+            self._notice_cancellation(stream)
+        self._add_heartbeats(streams, now)
+        return max(_CANCELLATION_SECONDS, len(streams) / _CHORES_A_SECOND)
 
     def _send(self, stream: Stream) -> None:
         with self._changed:

@@ -134,6 +134,7 @@ class Engine:
         is_chosen = config.overlap == "on" or (config.overlap == "auto" and runner.is_asynchronous)
         self.is_overlapped = is_chosen and not self.scheduler.decoder.guesses
         self._out: tuple[ScheduledStep, Pending] | None = None
+        self._admitted: list[Sequence] = []  # of whom the log does not know yet
 
     @property
     def failure(self) -> str:
@@ -205,12 +206,7 @@ class Engine:
         if sequence.generation_id in self.scheduler:
             raise duplicate(sequence.generation_id)
         self.scheduler.add(sequence)
-        log.info(
-            "generation %s admitted: %d prompt tokens, at most %d to generate",
-            sequence.generation_id,
-            sequence.num_prompt_tokens,
-            sequence.max_tokens,
-        )
+        self._admitted.append(sequence)
 
     def abort(
         self, generation_id: str, error: str = "", reason: FinishReason = "abort"
@@ -235,16 +231,19 @@ class Engine:
         """
         expired = self.scheduler.expire(self._clock())
         if not self.has_work:
+            self._log_admitted()
             return expired
         try:
             return expired + (self._overlapped_step() if self.is_overlapped else self._plain_step())
         except Exception as error:
+            self._log_admitted()
             log.exception("a step failed: the engine is broken")
             self.fail(f"the engine failed: {_said(error)}")
             self._out = None  # A broken device may never answer.
             return expired + self.scheduler.finish_all("error", self.failure)
 
     def _plain_step(self) -> list[TokenChunk]:
+        self._log_admitted()
         step = self.scheduler.schedule()
         pending = self.runner.launch(step)
         if step.is_guided:
@@ -262,6 +261,7 @@ class Engine:
         """
         following = self.scheduler.schedule()
         launched = (following, self.runner.launch(following)) if following.items else None
+        self._log_admitted()  # While the step runs.
         out, self._out = self._out, launched
         chunks: list[TokenChunk] = []
         if out is not None:
@@ -270,6 +270,17 @@ class Engine:
         if launched is not None and following.is_guided:
             launched[1].guide()
         return chunks
+
+    def _log_admitted(self) -> None:
+        """Not before a launch, which would wait for it."""
+        for sequence in self._admitted:
+            log.info(
+                "generation %s admitted: %d prompt tokens, at most %d to generate",
+                sequence.generation_id,
+                sequence.num_prompt_tokens,
+                sequence.max_tokens,
+            )
+        self._admitted.clear()
 
     def stats(self) -> EngineStats:
         scheduler = self.scheduler
@@ -351,12 +362,22 @@ class EngineLoop:
     def stats(self) -> EngineStats:
         """As of the last step; requests that arrived since count as waiting."""
         with self._condition:
+            if not self._arrivals:
+                return self._stats
             return replace(
                 self._stats,
                 num_waiting=self._stats.num_waiting + len(self._arrivals),
                 num_waiting_tokens=self._stats.num_waiting_tokens
                 + sum(sequence.num_prompt_tokens for sequence in self._arrivals),
             )
+
+    @property
+    def launches_at_once(self) -> bool:
+        """Whether a request that came now would be launched, and the launch delivered, at once.
+
+        That is before anything is waited for.
+        """
+        return self._engine.is_overlapped and not self._engine.has_work
 
     def submit(self, request: GenerationRequest, on_chunk: OnChunk) -> None:
         """Admit a request from any thread, or raise InvalidRequest or Unavailable.

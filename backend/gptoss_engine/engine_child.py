@@ -32,8 +32,14 @@ from gptoss_engine.messages import (
     Start,
     Stop,
     Submit,
+    stats_values,
 )
-from gptoss_engine.types import EngineStats, InvalidRequest, TokenChunk, Unavailable
+from gptoss_engine.types import (
+    GenerationRequest,
+    InvalidRequest,
+    TokenChunk,
+    Unavailable,
+)
 
 log = logging.getLogger(__name__)
 
@@ -116,10 +122,11 @@ class _Child:
         self._loop: EngineLoop
         self._chunks: list[Chunk] = []  # of the step that is delivered now: the loop's thread only
         # Guides take up to seconds to compile: whoever has none waits for none of them.
-        self._guided: queue.SimpleQueue[Submit] = queue.SimpleQueue()
+        self._guided: queue.SimpleQueue[tuple[int, GenerationRequest]] = queue.SimpleQueue()
         self._coming: dict[str, Abort | None] = {}  # who is in it, and how it ended meanwhile
         self._coming_changes = threading.Lock()
-        self._told: tuple[EngineStats, bool] | None = None
+        self._admitted: deque[int] = deque()  # of whom the next message tells
+        self._told: tuple[tuple[Any, ...], bool] | None = None
 
     def load(self, start: Start) -> None:
         """The engine, running; or the parent hears why not, and closes the socket."""
@@ -151,12 +158,13 @@ class _Child:
     def _do(self, command: Submit | Abort | Drain | Stop) -> None:
         match command:
             case Submit():
-                if command.request.sampling.guide is None:
-                    self._submit(command)
+                request = command.request
+                if request.sampling.guide is None:
+                    self._submit(command.number, request)
                 else:
                     with self._coming_changes:
-                        self._coming[command.request.generation_id] = None
-                    self._guided.put(command)
+                        self._coming[request.generation_id] = None
+                    self._guided.put((command.number, request))
             case Abort():
                 with self._coming_changes:
                     if command.generation_id in self._coming:
@@ -168,29 +176,42 @@ class _Child:
             case Stop():
                 _start(self._end)
 
-    def _submit(self, command: Submit) -> None:
-        number, request = command
-        on_chunk = partial(self._add, number)
-        self._answer(number, lambda: self._loop.submit(request, on_chunk))
+    def _submit(self, number: int, request: GenerationRequest) -> None:
+        # Looked up before: afterwards the request itself is work.
+        is_launched_now = self._loop.launches_at_once
+        try:
+            self._loop.submit(request, partial(self._add, number))
+        except Exception as error:  # noqa: BLE001  whatever it is, the parent hears of it
+            self._tell(number, error)
+        else:
+            if is_launched_now and request.sampling.guide is None:
+                # The launch tells of it. Here it would hold up the launch, which needs the lock
+                # of the interpreter.
+                self._admitted.append(number)
+            else:
+                self._tell(number, None)
 
     def _submit_guided(self) -> None:
         while True:
-            command = self._guided.get()
-            self._submit(command)
+            number, request = self._guided.get()
+            self._submit(number, request)
             with self._coming_changes:
-                abort = self._coming.pop(command.request.generation_id, None)
+                abort = self._coming.pop(request.generation_id, None)
             if abort is not None:
                 self._loop.abort(*abort)
 
     def _answer(self, number: int, call: Callable[[], bool | None]) -> None:
         try:
             value = call()
-        except (InvalidRequest, Unavailable) as error:
+        except Exception as error:  # noqa: BLE001  whatever it is, the parent hears of it
             value = error
-        except Exception as error:
-            log.exception("a command failed")
-            value = RuntimeError(f"{type(error).__name__}: {error}")
-        self._outbox.put(lambda: Report(*self._state(), answer=(number, value)))
+        self._tell(number, value)
+
+    def _tell(self, number: int, value: bool | Exception | None) -> None:
+        if isinstance(value, Exception) and not isinstance(value, (InvalidRequest, Unavailable)):
+            log.error("a command failed", exc_info=value)
+            value = RuntimeError(f"{type(value).__name__}: {value}")
+        self._outbox.put(lambda: tuple(Report(*self._state(), answer=(number, value))))
 
     def _add(self, number: int, chunk: TokenChunk) -> None:
         fields = (
@@ -209,13 +230,15 @@ class _Child:
         chunks, self._chunks = self._chunks, []
         self._outbox.put(lambda: self._news(chunks))
 
-    def _news(self, chunks: list[Chunk]) -> Report | None:
+    def _news(self, chunks: list[Chunk]) -> tuple[Any, ...] | None:
         told, state = self._told, self._state()
-        return Report(*state, chunks) if chunks or state != told else None
+        admitted = [self._admitted.popleft() for _ in range(len(self._admitted))]
+        is_new = chunks or admitted or state != told
+        return tuple(Report(*state, chunks, admitted)) if is_new else None
 
-    def _state(self) -> tuple[EngineStats, bool]:
+    def _state(self) -> tuple[tuple[Any, ...], bool]:
         """For a message that is sent now."""
-        self._told = self._loop.stats, self._loop.is_broken
+        self._told = stats_values(self._loop.stats), self._loop.is_broken
         return self._told
 
     def _end(self) -> None:

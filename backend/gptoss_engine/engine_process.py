@@ -29,6 +29,7 @@ from gptoss_engine.messages import (
     Start,
     Stop,
     Submit,
+    stats_values,
 )
 from gptoss_engine.types import (
     EngineStats,
@@ -110,7 +111,7 @@ class EngineProcess:
     @property
     def stats(self) -> EngineStats:
         """As of the last step, or of the last request that was admitted since."""
-        return self._stats
+        return EngineStats(*self._stats)
 
     def submit(self, request: GenerationRequest, on_chunk: Callable[[TokenChunk], None]) -> None:
         """Admit a request from any thread, or raise InvalidRequest or Unavailable.
@@ -128,7 +129,7 @@ class EngineProcess:
         So requests that come at once are told the child one behind the other, and not one a word.
         """
         number = next(self._numbers)
-        command = _pickled(Submit(number, request))
+        command = _pickled(Submit.of(number, request))
         answer: Future[bool | None] = Future()
         with self._lock:
             ended = self._ended
@@ -190,14 +191,14 @@ class EngineProcess:
         if threading.current_thread() is self._receiver:
             raise RuntimeError(f"{verb} must not be called from a callback: it would wait for it")
 
-    def _start(self, start: Start) -> EngineStats:
+    def _start(self, start: Start) -> tuple[Any, ...]:
         self._send(_pickled(start))
         try:
             answer = pickle.load(self._reports)
         except (EOFError, OSError, pickle.UnpicklingError):
             raise RuntimeError(f"the engine could not be loaded: {self._how_it_ended()}") from None
         if isinstance(answer, Ready):
-            return answer.stats
+            return stats_values(answer.stats)
         raise answer
 
     def _send(self, command: bytes) -> None:
@@ -211,7 +212,7 @@ class EngineProcess:
     def _run(self) -> None:
         try:
             while True:
-                self._take(pickle.load(self._reports))
+                self._take(Report(*pickle.load(self._reports)))
         except (EOFError, OSError, pickle.UnpicklingError):
             pass
         except Exception:
@@ -222,7 +223,7 @@ class EngineProcess:
     def _take(self, report: Report) -> None:
         # Before anybody hears of an end.
         self._stats, self._is_broken = report.stats, report.is_broken
-        self._deliver(report.chunks)
+        self._deliver(report.chunks, report.admitted)
         if report.answer:
             number, value = report.answer
             with self._lock:
@@ -236,20 +237,22 @@ class EngineProcess:
             else:
                 answer.set_result(value)
 
-    def _deliver(self, chunks: Sequence[Chunk]) -> None:
+    def _deliver(self, chunks: Sequence[Chunk], admitted: Sequence[int] = ()) -> None:
         """Each chunk to its generation's callback; one that raises is aborted and hears no more."""
         heard: list[tuple[int, _Generation, TokenChunk]] = []
-        admitted: list[Future[bool | None]] = []
+        answers: list[Future[bool | None]] = []
         with self._lock:
+            # Who has a chunk was admitted.
+            for number in (*admitted, *(number for number, _ in chunks)):
+                if number in self._open and (answer := self._asked.pop(number, None)):
+                    answers.append(answer)
             for number, fields in chunks:
                 if generation := self._open.get(number):
-                    if answer := self._asked.pop(number, None):
-                        admitted.append(answer)  # Who has a chunk was.
                     chunk = TokenChunk(generation.generation_id, *fields)
                     heard.append((number, generation, chunk))
                     if chunk.finish_reason:
                         del self._open[number]
-        for answer in admitted:
+        for answer in answers:
             answer.set_result(None)
         if not heard:
             return
@@ -281,7 +284,7 @@ class EngineProcess:
                 (number, ((), (), reason, self._ended, generation.num_prompt_tokens, 0))
                 for number, generation in self._open.items()
             ]
-            self._stats = _ended(self._stats, reason, len(last_words))
+            self._stats = stats_values(_ended(self.stats, reason, len(last_words)))
         self._deliver(last_words)
         for answer in asked.values():
             if answer in refused:

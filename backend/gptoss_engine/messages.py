@@ -1,21 +1,29 @@
 """What an engine's own process and its parent tell each other, over one pair of sockets.
 
 Each message is one pickle, which says itself where it ends. Both ends are this package in the same
-Python, and nobody else holds the sockets. Chunks are plain tuples: those C reads and writes
-alone, 64 of them in some 20 us, where a frozen dataclass takes some microseconds each.
+Python, and nobody else holds the sockets. What is said often is plain tuples: those C reads and
+writes alone, 64 chunks in some 20 us, where a frozen dataclass takes some microseconds each, and
+several times that in a process that has just slept.
 """
 
 from collections.abc import Sequence
+from dataclasses import fields
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from gptoss_engine.config import EngineConfig
-from gptoss_engine.types import EngineStats, FinishReason, GenerationRequest
+from gptoss_engine.types import EngineStats, FinishReason, GenerationRequest, SamplingParams
 
 PICKLE_PROTOCOL = 5
 LOG_FORMAT = "%(asctime)s %(name)s: %(message)s"  # of both processes, which share a log
 
 # The generation's number, and the fields of a TokenChunk behind generation_id.
 Chunk = tuple[int, tuple[Any, ...]]
+
+
+# An EngineStats and a SamplingParams as the tuples of their fields.
+stats_values = attrgetter(*(field.name for field in fields(EngineStats)))
+_sampling_values = attrgetter(*(field.name for field in fields(SamplingParams)))
 
 
 class Start(NamedTuple):
@@ -32,10 +40,26 @@ class Ready(NamedTuple):
 
 
 class Submit(NamedTuple):
-    """number: the parent's own for this generation. Answered with None or an exception."""
+    """number: the parent's own for this generation. sampling: the fields of a SamplingParams.
+
+    Answered with an exception, or with None, or by a report that has it among the admitted.
+    """
 
     number: int
-    request: GenerationRequest
+    generation_id: str
+    token_ids: tuple[int, ...]
+    sampling: tuple[Any, ...]
+    deadline: float | None
+
+    @classmethod
+    def of(cls, number: int, request: GenerationRequest) -> "Submit":
+        sampling = _sampling_values(request.sampling)
+        return cls(number, request.generation_id, request.token_ids, sampling, request.deadline)
+
+    @property
+    def request(self) -> GenerationRequest:
+        sampling = SamplingParams(*self.sampling)
+        return GenerationRequest(self.generation_id, self.token_ids, sampling, self.deadline)
 
 
 class Abort(NamedTuple):
@@ -56,9 +80,14 @@ class Stop(NamedTuple):
 
 
 class Report(NamedTuple):
-    """All that a step brought, or the answer to the command of that number."""
+    """All that a step brought, or the answer to the command of that number. Sent as a plain tuple.
 
-    stats: EngineStats
+    stats: the fields of an EngineStats. admitted: numbers of generations; whoever has a chunk was
+    admitted, too.
+    """
+
+    stats: tuple[Any, ...]
     is_broken: bool
     chunks: Sequence[Chunk] = ()
+    admitted: Sequence[int] = ()
     answer: tuple[int, bool | Exception | None] | None = None

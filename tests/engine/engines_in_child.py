@@ -28,8 +28,9 @@ class Unreadable(Exception):
         super().__init__(one + other)
 
 
-def load(config: EngineConfig) -> Engine:
+def load(config: EngineConfig, *, is_asynchronous: bool = False) -> Engine:
     runner = FakeRunner(
+        is_asynchronous=is_asynchronous,
         page_size=config.page_size,
         num_pages=4000,
         num_window_pages=200,
@@ -37,6 +38,10 @@ def load(config: EngineConfig) -> Engine:
         on_run=_obey,
     )
     return Engine(config, runner)
+
+
+def load_overlapped(config: EngineConfig) -> Engine:
+    return load(config, is_asynchronous=True)
 
 
 def load_guided(config: EngineConfig) -> Engine:

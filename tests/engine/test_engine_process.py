@@ -23,6 +23,7 @@ from gptoss_engine import config as config_module
 from gptoss_engine.config import EngineConfig, InvalidConfig
 from gptoss_engine.engine_child import Outbox
 from gptoss_engine.engine_process import EngineProcess, is_apart
+from gptoss_engine.messages import Submit
 from gptoss_engine.model_config import InvalidCheckpoint
 from gptoss_engine.types import InvalidRequest, TokenChunk, TokenLogprob, Unavailable
 
@@ -327,6 +328,40 @@ def test_admissions_wait_for_no_word_of_the_child(monkeypatch: pytest.MonkeyPatc
         assert isinstance(late.exception(0), Unavailable), "it is known here"
 
 
+@pytest.mark.parametrize("loader", ["load", "load_overlapped"])
+def test_an_admission_waits_for_no_step(loader: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_process, "_STOP_SECONDS", 0.2)
+    with running(loader) as engine:
+        clients = [Client(), Client()]
+        for client, token_ids in zip(clients, ((HANG, 1), (1,)), strict=True):
+            # The first finds nobody there, the second a step that never ends.
+            admission = engine.admission(request(f"g{token_ids[0]}", token_ids), client)
+            assert admission.result(SECONDS) is None
+            assert not client.has_more
+        engine.stop()
+        assert [client.final().finish_reason for client in clients] == ["abort", "abort"]
+
+
+def test_answers_of_the_overlapped_loop_are_the_same() -> None:
+    here = load(CONFIG)
+    with running("load_overlapped") as engine:
+        for number in range(20):
+            one = request(f"g{number}", (5, number), max_tokens=3, ignore_eos=True)
+            client = Client()
+            assert engine.admission(one, client).result(SECONDS) is None
+            assert client.final().finish_reason == "length"
+            assert client.token_ids == answer(here.prepare(one), 4)[0]
+            assert not client.has_more
+            with pytest.raises(InvalidRequest, match="got 97 at index 0"):
+                engine.admission(request("refused", (97,)), client).result(SECONDS)
+
+
+def test_a_request_arrives_as_it_was_sent() -> None:
+    one = request("a", (1, 2), deadline=7.5, max_tokens=3, stop_token_ids=[5], logprobs=2)
+    submit = pickle.loads(pickle.dumps(Submit.of(4, one)))
+    assert (submit.number, submit.request) == (4, one)
+
+
 def test_what_is_loaded_in_the_child_is_no_garbage_to_look_for(engine: EngineProcess) -> None:
     client = Client()
     engine.submit(request("a", (FROZEN, 1), max_tokens=1), client)
@@ -403,7 +438,7 @@ def test_the_outbox_waits_for_no_reader_and_keeps_the_order() -> None:
 _ANSWERS_LATE = f"""
 import os, pickle, socket, sys
 sys.path[:] = sys.argv[3:]
-from gptoss_engine.messages import Ready, Report
+from gptoss_engine.messages import Ready, Report, stats_values
 from {ENGINES} import load
 connection = socket.socket(fileno=int(sys.argv[1]))
 commands = connection.makefile("rb")
@@ -411,7 +446,7 @@ stats = load(pickle.load(commands).config).stats()
 connection.sendall(pickle.dumps(Ready(stats)))
 submit = pickle.load(commands)
 chunk = (submit.number, ((7,), (), None, "", 3, 0))
-connection.sendall(pickle.dumps(Report(stats, False, [chunk])))
+connection.sendall(pickle.dumps(tuple(Report(stats_values(stats), False, [chunk]))))
 pickle.load(commands)
 os._exit(5)
 """

@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from tritonclient.grpc import InferInput
+from tritonclient.utils import np_to_triton_dtype
 
-from gptoss_backend.client import ChatClient, ChatResponse
+from gptoss_backend.client import ChatClient, ChatResponse, as_arrays
 from gptoss_backend.server import TritonServer
 
 _LABELS = re.compile(r'([a-z_]+)="([^"]*)"')
@@ -120,6 +122,15 @@ class Client:
 def _open(url: str, fields: dict[str, Any]) -> Generator[ChatResponse, None, None]:
     with ChatClient(url) as client, closing(client.ask(**fields)) as responses:
         yield from responses
+
+
+def as_tensors(inputs: dict[str, Any]) -> list[InferInput]:
+    """For tritonclient's own calls."""
+    tensors = []
+    for name, array in as_arrays(inputs).items():
+        tensors.append(InferInput(name, array.shape, np_to_triton_dtype(array.dtype)))
+        tensors[-1].set_data_from_numpy(array)
+    return tensors
 
 
 def eventually(condition: Callable[[], bool], seconds: float) -> float:

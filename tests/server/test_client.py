@@ -1,20 +1,26 @@
 """Inputs by name become tensors of the right type, or a sentence; answers share a stream."""
 
-from collections.abc import Callable
-from types import SimpleNamespace
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from itertools import islice
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
-from tritonclient.grpc import InferResult
+from tritonclient.grpc import InferInput, InferResult, service_pb2_grpc
 from tritonclient.grpc.service_pb2 import (
     ModelInferResponse,  # pyright: ignore[reportAttributeAccessIssue]
+    ModelStreamInferResponse,  # pyright: ignore[reportAttributeAccessIssue]
 )
-from tritonclient.utils import InferenceServerException, serialize_byte_tensor
+from tritonclient.utils import serialize_byte_tensor
 
-from gptoss_backend import client
-from gptoss_backend.client import ChatClient, RequestFailed, as_tensors, as_values
+from gptoss_backend.client import ChatClient, RequestFailed, as_arrays, as_request, as_values
 from gptoss_engine.types import InvalidRequest
+
+from .clients import eventually
 
 
 @pytest.mark.parametrize(
@@ -30,8 +36,14 @@ from gptoss_engine.types import InvalidRequest
     ],
 )
 def test_types(name: str, value: Any, kind: str, shape: list[int]) -> None:
-    (tensor,) = as_tensors({name: value})
-    assert (tensor.name(), tensor.datatype(), tensor.shape()) == (name, kind, shape)
+    request = as_request("model", {name: value})
+    (tensor,) = request.inputs
+    assert (tensor.name, tensor.datatype, tensor.shape) == (name, kind, shape)
+    # Sent as tritonclient sends it.
+    (array,) = as_arrays({name: value}).values()
+    expected = InferInput(name, shape, kind)
+    expected.set_data_from_numpy(array)
+    assert [*request.raw_input_contents] == [expected._get_content()]
 
 
 @pytest.mark.parametrize(
@@ -45,7 +57,15 @@ def test_types(name: str, value: Any, kind: str, shape: list[int]) -> None:
 )
 def test_numbers_that_do_not_fit_are_refused(name: str, value: Any, sentence: str) -> None:
     with pytest.raises(InvalidRequest, match=sentence):
-        as_tensors({name: value})
+        as_request("model", {name: value})
+
+
+def test_a_request_asks_for_its_end_and_carries_its_limit() -> None:
+    plain, limited = as_request("a", {}), as_request("b", {}, 0.25)
+    assert (plain.model_name, limited.model_name) == ("a", "b")
+    assert plain.parameters["triton_enable_empty_final_response"].bool_param
+    assert "timeout" not in plain.parameters
+    assert limited.parameters["timeout"].int64_param == 250_000
 
 
 def test_values_are_what_tritonclient_reads() -> None:
@@ -80,93 +100,155 @@ def test_no_token_is_an_empty_list() -> None:
     assert as_values(response) == {"token_ids": []}
 
 
-class _Server:
-    """In tritonclient's place: `says` has what each stream is told; `calls`, what it was asked."""
+class _Server(service_pb2_grpc.GRPCInferenceServiceServicer):
+    """`calls` has what it was asked, each stream's begin and how it ended.
+
+    "refused" gets an error, "stays" one response and then none, whatever else two responses.
+    """
 
     def __init__(self) -> None:
+        self._changed = threading.Condition()
         self.calls: list[str] = []
-        self.callback: Callable[[Any, Any], None]
 
-    def start_stream(self, callback: Callable[[Any, Any], None]) -> None:
-        self.calls.append("start")
-        self.callback = callback
+    def ModelStreamInfer(  # noqa: N802
+        self, request_iterator: Iterator[Any], context: grpc.ServicerContext
+    ) -> Iterator[ModelStreamInferResponse]:
+        self._note("start")
+        context.add_callback(lambda: self._note("end"))
+        for request in request_iterator:
+            self._note(request.model_name)
+            if request.model_name == "refused":
+                yield ModelStreamInferResponse(error_message="no")
+                continue
+            if request.model_name == "broken":
+                context.abort(grpc.StatusCode.UNAVAILABLE, "the server has gone")
+            yield _two_tokens(is_last=False)
+            if request.model_name != "stays":
+                yield _two_tokens(is_last=True)
 
-    def async_stream_infer(self, model: str, *_: Any, **__: Any) -> None:
-        self.calls.append(model)
-        if model == "refused":
-            self.fail("no")
-        else:
-            self.respond(is_last=False)
-            self.respond(is_last=True)
+    def _note(self, call: str) -> None:
+        with self._changed:
+            self.calls.append(call)
+            self._changed.notify_all()
 
-    def stop_stream(self, *, cancel_requests: bool = False) -> None:
-        self.calls.append("cancel" if cancel_requests else "stop")
+    def wait(self, *calls: str) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.calls == [*calls], 10), self.calls
 
-    def close(self) -> None:
-        self.calls.append("close")
 
-    def respond(self, *, is_last: bool) -> None:
-        response = ModelInferResponse(raw_output_contents=[np.arange(2, dtype=np.int32).tobytes()])
-        response.outputs.add(name="token_ids", datatype="INT32", shape=[2])
-        response.parameters["triton_final_response"].bool_param = is_last
-        self.callback(SimpleNamespace(get_response=lambda: response), None)
+def _two_tokens(*, is_last: bool) -> ModelStreamInferResponse:
+    response = ModelInferResponse(raw_output_contents=[np.arange(2, dtype=np.int32).tobytes()])
+    response.outputs.add(name="token_ids", datatype="INT32", shape=[2])
+    response.parameters["triton_final_response"].bool_param = is_last
+    return ModelStreamInferResponse(infer_response=response)
 
-    def fail(self, sentence: str) -> None:
-        self.callback(None, InferenceServerException(sentence))
+
+@contextmanager
+def _serving(server: _Server, port: int = 0) -> Iterator[str]:
+    with ThreadPoolExecutor(8) as threads:
+        grpc_server = grpc.server(threads)
+        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(server, grpc_server)
+        url = f"127.0.0.1:{grpc_server.add_insecure_port(f'127.0.0.1:{port}')}"
+        grpc_server.start()
+        try:
+            yield url
+        finally:
+            grpc_server.stop(None).wait()
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> _Server:
-    server = _Server()
-    monkeypatch.setattr(client.tritonclient, "InferenceServerClient", lambda *_, **__: server)
-    return server
+def server() -> _Server:
+    return _Server()
+
+
+@pytest.fixture
+def url(server: _Server) -> Iterator[str]:
+    with _serving(server) as url:
+        yield url
 
 
 def _ask(connection: ChatClient, model: str = "asked") -> list[dict[str, Any]]:
     return list(connection.stream(model, {}))
 
 
-def test_answers_share_a_stream(server: _Server) -> None:
-    with ChatClient("host:1") as connection:
+def test_answers_share_a_stream(server: _Server, url: str) -> None:
+    with ChatClient(url) as connection:
         assert _ask(connection) == _ask(connection) == [{"token_ids": [0, 1]}] * 2
-    assert server.calls == ["start", "asked", "asked", "close"]
+        assert server.calls == ["start", "asked", "asked"]
+    server.wait("start", "asked", "asked", "end")
 
 
-def test_who_leaves_early_cancels_and_hears_nothing_of_it_later(server: _Server) -> None:
-    with ChatClient("host:1") as connection:
-        responses = connection.stream("left", {})
+def test_who_leaves_early_cancels_and_hears_nothing_of_it_later(server: _Server, url: str) -> None:
+    with ChatClient(url) as connection:
+        responses = connection.stream("stays", {})
         next(responses)
         responses.close()
+        server.wait("start", "stays", "end")
         assert len(_ask(connection)) == 2
-    assert server.calls == ["start", "left", "cancel", "start", "asked", "close"]
+    server.wait("start", "stays", "end", "start", "asked", "end")
 
 
-def test_a_failed_request_leaves_no_stream(server: _Server) -> None:
-    with ChatClient("host:1") as connection:
+def test_a_failed_request_leaves_no_stream(server: _Server, url: str) -> None:
+    with ChatClient(url) as connection:
         with pytest.raises(RequestFailed, match="no"):
             _ask(connection, "refused")
+        server.wait("start", "refused", "end")
         assert len(_ask(connection)) == 2
-    assert server.calls == ["start", "refused", "stop", "start", "asked", "close"]
+
+
+def test_a_stream_that_breaks_says_why(server: _Server, url: str) -> None:
+    with ChatClient(url) as connection:
+        _ask(connection)
+        with pytest.raises(RequestFailed, match="the server has gone"):
+            _ask(connection, "broken")
+        assert len(_ask(connection)) == 2
 
 
 def test_a_stream_that_broke_meanwhile_fails_nobody(server: _Server) -> None:
-    with ChatClient("host:1") as connection:
+    with _serving(server) as url:
+        connection = ChatClient(url)
         _ask(connection)
-        server.fail("the server has gone")
+        idle = connection._idle
+        assert idle is not None
+    has_ended = threading.Event()
+    if idle.responses.add_callback(has_ended.set):
+        assert has_ended.wait(10)
+    with connection, _serving(server, int(url.rpartition(":")[2])):
         assert len(_ask(connection)) == 2
-    assert server.calls == ["start", "asked", "stop", "start", "asked", "close"]
 
 
-def test_a_stream_in_use_is_nobody_elses(server: _Server) -> None:
-    with ChatClient("host:1") as connection:
+def test_a_server_that_is_not_there_is_said(server: _Server) -> None:
+    with _serving(server) as url:
+        pass
+    with ChatClient(url) as connection, pytest.raises(RequestFailed, match="onnect"):
         _ask(connection)
-        first = connection.stream("first", {})
+
+
+def test_a_stream_in_use_is_nobody_elses(server: _Server, url: str) -> None:
+    with ChatClient(url) as connection:
+        _ask(connection)
+        first = connection.stream("stays", {})
         next(first)
-        _ask(connection)  # tritonclient would refuse it.
-    assert server.calls == ["start", "asked", "first", "start", "asked", "close"]
+        assert len(_ask(connection)) == 2
+        assert server.calls == ["start", "asked", "stays", "start", "asked"]
+        first.close()
 
 
-def test_inputs_that_cannot_be_sent_open_no_stream(server: _Server) -> None:
-    with ChatClient("host:1") as connection, pytest.raises(InvalidRequest):
+def test_inputs_that_cannot_be_sent_open_no_stream(server: _Server, url: str) -> None:
+    with ChatClient(url) as connection, pytest.raises(InvalidRequest):
         list(connection.stream("asked", {"seed": -1}))
-    assert server.calls == ["close"]
+    assert server.calls == []
+
+
+def test_no_thread_of_a_closed_client_is_left(url: str) -> None:
+    before = _num_threads()
+    for model in ("asked", "refused", "stays"):
+        with ChatClient(url) as connection, suppress(RequestFailed):
+            list(islice(connection.stream(model, {}), 1 if model == "stays" else None))
+    eventually(lambda: _num_threads() <= before, 10)
+
+
+def _num_threads() -> int:
+    """Without those of the test's server."""
+    names = [thread.name for thread in threading.enumerate()]
+    return sum(not name.startswith("ThreadPoolExecutor") for name in names)

@@ -13,11 +13,10 @@ from tritonclient import grpc as tritonclient
 from tritonclient import http as tritonhttp
 from tritonclient.utils import InferenceServerException
 
-from gptoss_backend.client import as_tensors
 from gptoss_engine.config import EngineConfig
 from gptoss_engine.demo import unseen_sums
 
-from .clients import Answer, Client, eventually
+from .clients import Answer, Client, as_tensors, eventually
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(200)]
 

@@ -12,11 +12,11 @@ from tritonclient.utils import InferenceServerException
 from gptoss_backend import installation
 from gptoss_backend.cli.chat import _Conversation
 from gptoss_backend.cli.errors import CommandFailed
-from gptoss_backend.client import RequestFailed, as_tensors
+from gptoss_backend.client import RequestFailed
 from gptoss_backend.server import Ports, TritonServer
 from gptoss_engine.config import EngineConfig
 
-from .clients import Client, eventually
+from .clients import Client, as_tensors, eventually
 from .conftest import START_SECONDS
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(120)]

@@ -4,6 +4,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import pytest
 
@@ -21,12 +22,19 @@ class FakeClient:
         self.gate = threading.Event()
         self.gate.set()
         self.is_sending = threading.Event()
+        self.sent_by: list[threading.Thread] = []
+        self.was_asked = threading.Event()
+        self.has_ended = False
+        self.asked_too_late = False
         self.cancelled = False
         self.fails = fails
         self._changed = threading.Condition()
 
     def send(self, response: StreamResponse) -> None:
         self.is_sending.set()
+        self.sent_by.append(threading.current_thread())
+        # From here on the server may have forgotten the request.
+        self.has_ended = self.has_ended or response.is_last
         assert self.gate.wait(WAIT_SECONDS)
         if self.fails:
             raise RuntimeError("the server takes no more")
@@ -35,6 +43,8 @@ class FakeClient:
             self._changed.notify_all()
 
     def is_cancelled(self) -> bool:
+        self.was_asked.set()
+        self.asked_too_late = self.asked_too_late or self.has_ended
         return self.cancelled
 
     def wait(self, condition: Callable[[], bool]) -> None:
@@ -62,8 +72,8 @@ class Bench:
         self.has_aborted = threading.Event()
         self._all: list[Streams] = []
 
-    def streams(self, stream_interval: int = 1) -> Streams:
-        made = Streams(stream_interval, self._abort)
+    def streams(self, stream_interval: int = 1, *, sends_itself: bool = False) -> Streams:
+        made = Streams(stream_interval, self._abort, sends_itself=sends_itself)
         self._all.append(made)
         return made
 
@@ -162,6 +172,79 @@ def test_what_is_pushed_at_once_is_heard_of_at_once(bench: Bench) -> None:
         ], "one response"
     for stream in both:
         streams.push(stream, _chunk(end=True))
+    assert streams.wait_empty(WAIT_SECONDS)
+
+
+def test_one_response_waits_for_no_other_thread(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gptoss_backend.streams._CANCELLATION_SECONDS", 1e9)
+    streams, client = bench.streams(sends_itself=True), FakeClient()
+    stream = Stream("g", client)
+    streams.open(stream)
+    assert client.was_asked.wait(WAIT_SECONDS)
+    with streams._sending:
+        pass  # From here on the sender has nothing to do.
+    for token_id in (1, 2):
+        with streams.at_once():
+            streams.push(stream, _chunk(token_id))
+        assert client.token_ids[-1] == token_id, "it is sent by now"
+        assert client.sent_by[-1] is threading.current_thread()
+    with streams.at_once():
+        streams.push(stream, _chunk(end=True))
+    assert streams.wait_empty(0)
+
+
+def test_a_step_does_not_wait_for_what_it_may_not_send(bench: Bench) -> None:
+    streams, client = bench.streams(), FakeClient()
+    stream = Stream("g", client)
+    streams.open(stream)
+    client.wait(lambda: len(client.received) == 1)
+    client.gate.clear()
+    with streams.at_once():
+        streams.push(stream, _chunk(1, end=True))
+    client.gate.set()
+    assert streams.wait_empty(WAIT_SECONDS)
+    assert threading.current_thread() not in client.sent_by
+
+
+def test_who_pushes_while_another_thread_sends_waits_for_nobody(bench: Bench) -> None:
+    streams, blocker, client = bench.streams(sends_itself=True), FakeClient(), FakeClient()
+    stream, blocking = Stream("g", client), Stream("blocker", blocker)
+    streams.open(stream)
+    client.wait(lambda: len(client.received) == 1)
+    blocker.gate.clear()
+    streams.open(blocking)
+    assert blocker.is_sending.wait(WAIT_SECONDS)
+    for token_id in (1, 2):
+        with streams.at_once():
+            streams.push(stream, _chunk(token_id))
+    assert client.token_ids == []
+    blocker.gate.set()
+    client.wait(lambda: client.token_ids == [1, 2])
+    with streams.at_once():
+        for each in (stream, blocking):
+            streams.push(each, _chunk(end=True))
+    assert streams.wait_empty(WAIT_SECONDS)
+    for each in (client, blocker):
+        assert threading.current_thread() not in each.sent_by, "two are the sender's"
+
+
+def test_what_was_pushed_before_a_failure_is_sent(bench: Bench) -> None:
+    streams, client = bench.streams(sends_itself=True), FakeClient()
+    stream = Stream("g", client)
+    streams.open(stream)
+
+    def fail_behind(token_id: int) -> None:
+        with streams.at_once():
+            streams.push(stream, _chunk(token_id))
+            raise RuntimeError("no")
+
+    for token_id in (1, 2):
+        with pytest.raises(RuntimeError, match="no"):
+            fail_behind(token_id)
+        client.wait(lambda token_id=token_id: client.token_ids[-1:] == [token_id])
+    streams.push(stream, _chunk(end=True))
     assert streams.wait_empty(WAIT_SECONDS)
 
 
@@ -267,11 +350,14 @@ def test_times_and_counts_are_known_at_the_end() -> None:
     assert stream.first_token_at >= stream.opened_at
 
 
+@pytest.mark.parametrize("sends_itself", [False, True])
 @pytest.mark.parametrize("stream_interval", [1, 5])
 def test_random_traffic_arrives_once_in_order_with_one_end(
-    bench: Bench, stream_interval: int
+    bench: Bench, stream_interval: int, sends_itself: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    streams = bench.streams(stream_interval)
+    monkeypatch.setattr("gptoss_backend.streams._CANCELLATION_SECONDS", 0.0)
+    monkeypatch.setattr("gptoss_backend.streams._CHORES_A_SECOND", 1e9)
+    streams = bench.streams(stream_interval, sends_itself=sends_itself)
     clients = [FakeClient() for _ in range(20)]
     rng = random.Random(stream_interval)
     lengths = [rng.randrange(60) for _ in clients]
@@ -285,7 +371,8 @@ def test_random_traffic_arrives_once_in_order_with_one_end(
             if position == opens_at:
                 streams.open(stream)
             is_last = position == len(tokens)
-            streams.push(stream, _chunk(*tokens[position : position + 1], end=is_last))
+            with streams.at_once() if own.random() < 0.5 else nullcontext():
+                streams.push(stream, _chunk(*tokens[position : position + 1], end=is_last))
 
     threads = [threading.Thread(target=produce, args=(n,)) for n in range(len(clients))]
     for thread in threads:
@@ -298,6 +385,7 @@ def test_random_traffic_arrives_once_in_order_with_one_end(
         assert client.token_ids == list(range(length))
         assert client.finish_reasons == ["stop"]
         assert client.received[-1].is_last
+        assert not client.asked_too_late
         numbers = [each.sequence_number for each in client.received]
         assert numbers == list(range(len(numbers)))
         for response in client.received:
