@@ -20,7 +20,7 @@ from gptoss_engine.config import EngineConfig
 _KEY = (
     *("benchmark", "operator", "model", "random_weights", "weights", "kv", "tp", "ep", "dp"),
     *("tokens", "batch", "context", "requests", "input_len", "output_len", "rate", "pause_s"),
-    "device",
+    *("format", "device"),
 )
 
 

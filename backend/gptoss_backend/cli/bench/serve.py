@@ -5,13 +5,15 @@ the engine alone: the difference is what tokenising, the ensemble, its processes
 cost. With --rates requests come at random times, whether the server keeps up or not.
 
 Requests are sums to add, as text; with --input-len they are random token ids, which go straight to
-the engine's model. Every answer has the same length.
+the engine's model, or with --format raw random words through the ensemble: so random weights, whose
+tokens are no Harmony, can be asked through it, too. Every answer has the same length.
 """
 
 import multiprocessing
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -22,8 +24,15 @@ from gptoss_backend.cli.bench.flags import Output, Plot, Seed, numbers
 from gptoss_backend.cli.bench.load import Load, Outcome, parse_goodput, parse_rates
 from gptoss_backend.cli.bench.results import Report, rounded
 from gptoss_backend.cli.bench.tables import show
-from gptoss_backend.cli.bench.workloads import RandomTokens, Sums, Workload
+from gptoss_backend.cli.bench.workloads import (
+    RandomTokens,
+    Texts,
+    Workload,
+    random_words,
+    sum_to_add,
+)
 from gptoss_backend.cli.errors import CommandFailed
+from gptoss_backend.cli.formats import find_format
 from gptoss_backend.cli.options import engine_config
 from gptoss_backend.cli.outputs import check_picture
 from gptoss_backend.server import Ports, TritonServer
@@ -49,6 +58,9 @@ def serve(
     input_len: Annotated[
         int, typer.Option(min=0, help="Random token ids in a prompt; 0: sums to add, as text.")
     ] = 0,
+    format_name: Annotated[
+        str, typer.Option("--format", help="raw: the prompt is --input-len words, as text.")
+    ] = "harmony",
     output_len: Annotated[int, typer.Option(min=1, help="Tokens of every answer.")] = 64,
     goodput: Annotated[
         list[str] | None,
@@ -70,12 +82,14 @@ def serve(
         loads = [
             Load(num_requests, concurrency=count) for count in numbers("concurrency", concurrency)
         ]
+    find_format(format_name)
     if plot is not None:
         check_picture("plot", plot)
     report = Report(config, output)
-    workload = _workload(config, input_len, output_len, seed)
+    workload = _workload(config, format_name, input_len, output_len, seed)
     alone = [None] * len(loads) if rates else _measure_alone(config, workload, loads)
-    with TritonServer(config, Ports.free()) as server, count_bar() as progress:
+    server = TritonServer(config, Ports.free(), chat_format=format_name)
+    with server, count_bar() as progress:
         server.wait_ready(_READY_SECONDS)
         for load, engine in zip(loads, alone, strict=True):
             task = progress.add_task("through the server", total=num_requests)
@@ -92,7 +106,8 @@ def serve(
             except CommandFailed:
                 server.check()
                 raise
-            _add(report, outcome, engine, workload, input_len, limits)
+            asked = {"format": format_name, "input_len": input_len or None}
+            _add(report, outcome, engine, workload, asked, limits)
     show(report.lines)
     if plot is not None:
         from gptoss_backend.cli.bench.plots import draw
@@ -101,9 +116,16 @@ def serve(
     report.close()
 
 
-def _workload(config: EngineConfig, input_len: int, output_len: int, seed: int) -> Workload:
+def _workload(
+    config: EngineConfig, format_name: str, input_len: int, output_len: int, seed: int
+) -> Workload:
+    if format_name == "raw":
+        if not input_len:
+            raise CommandFailed("--format raw needs --input-len, the words of a prompt")
+        words = partial(random_words, input_len=input_len, seed=seed)
+        return Texts(config, format_name, words, output_len)
     if not input_len:
-        return Sums(config, output_len)
+        return Texts(config, format_name, sum_to_add, output_len)
     from gptoss_engine.runner import open_source
 
     vocab_size = open_source(config).config.vocab_size
@@ -149,7 +171,7 @@ def _add(
     outcome: Outcome,
     engine: Outcome | None,
     workload: Workload,
-    input_len: int,
+    asked: Mapping[str, Any],
     limits: Mapping[str, float],
 ) -> None:
     load = outcome.load
@@ -158,7 +180,7 @@ def _add(
         "batch": load.concurrency,
         "requests": load.num_requests,
         "rate": None if load.rate is None else str(load.rate).removesuffix(".0"),
-        "input_len": input_len or None,
+        **asked,
         **_figures(outcome),
         "responses": outcome.num_responses,
     }

@@ -70,6 +70,8 @@ def _title(line: Line) -> str:
         name = f"operators of {line['batch']} x {new} at {line['context']}"
     if _kind(line) == "serve rates":
         name = f"serve, ms at p50, p90, p99, {line['input_len'] or 'text'} in, {line['tokens']} out"
+    if line.get("format") == "raw":
+        name += ", raw format"
     if line.get("pause_s") == 0:
         name += ", one run after another"
     random = "random weights in " if line["random_weights"] else ""

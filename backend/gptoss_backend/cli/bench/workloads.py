@@ -4,7 +4,8 @@ Both get the same prompts with the same sampling, so that they compute the same 
 """
 
 import json
-from collections.abc import Mapping
+import random
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -36,27 +37,31 @@ class Workload(Protocol):
     def generation(self, number: int) -> GenerationRequest: ...
 
 
-class Sums:
-    """Sums to add, as text through the ensemble, sampled at temperature 1 with seeds of their own.
+class Texts:
+    """Texts through the ensemble, sampled at temperature 1 with seeds of their own.
 
-    The engine alone gets their token ids.
+    The engine alone gets their token ids. text: of a request by its number.
     """
 
-    def __init__(self, config: EngineConfig, output_len: int) -> None:
+    def __init__(
+        self, config: EngineConfig, chat_format: str, text: Callable[[int], str], output_len: int
+    ) -> None:
         self.output_len = output_len
         self._config = config
+        self._chat_format = chat_format
+        self._text = text
 
     @cached_property
     def _format(self) -> Any:
         # At its first use, since a workload travels to other processes and a format does not.
-        return load_format("harmony", self._config)
+        return load_format(self._chat_format, self._config)
 
     def ask(self, number: int) -> Ask:
-        inputs = {"text_input": _sum(number), "stream": True, **self._sampling(number)}
+        inputs = {"text_input": self._text(number), "stream": True, **self._sampling(number)}
         return Ask("gpt_oss", inputs, "num_output_tokens")
 
     def generation(self, number: int) -> GenerationRequest:
-        prompt = self._format.render_chat(self._format.parse_text(_sum(number)))
+        prompt = self._format.render_chat(self._format.parse_text(self._text(number)))
         sampling = {**self._sampling(number), "stop_token_ids": prompt.stop_token_ids}
         return GenerationRequest(
             f"bench-{number}", tuple(prompt.token_ids), SamplingParams.from_mapping(sampling)
@@ -109,5 +114,15 @@ class RandomTokens:
         }
 
 
-def _sum(number: int) -> str:
+# Each a token of its own in gpt-oss's vocabulary, with the space before it.
+_WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+
+
+def random_words(number: int, *, input_len: int, seed: int) -> str:
+    """input_len tokens of text."""
+    words = random.Random(f"{seed} {number}").choices(_WORDS, k=input_len)
+    return "".join(f" {word}" for word in words)
+
+
+def sum_to_add(number: int) -> str:
     return f"What is {number % 90 + 10} + {number * 7 % 90 + 10}?"
