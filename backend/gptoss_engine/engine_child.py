@@ -12,12 +12,13 @@ import pickle
 import queue
 import signal
 import socket
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, BinaryIO
+from typing import Any
 
 from gptoss_engine.children import sendable
 from gptoss_engine.engine import EngineLoop, keep_for_good
@@ -33,6 +34,7 @@ from gptoss_engine.messages import (
     Stop,
     Submit,
     stats_values,
+    unframed,
 )
 from gptoss_engine.types import (
     GenerationRequest,
@@ -40,6 +42,9 @@ from gptoss_engine.types import (
     TokenChunk,
     Unavailable,
 )
+
+_SWITCH_SECONDS = 0.0005
+_MOST_BYTES_AT_ONCE = 2**18
 
 log = logging.getLogger(__name__)
 
@@ -51,15 +56,41 @@ def run(descriptor: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+    # A step that is launched operator by operator takes milliseconds of Python: whoever has read a
+    # command would wait so long for the interpreter's lock, by default 5 ms.
+    sys.setswitchinterval(_SWITCH_SECONDS)
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
-    commands = connection.makefile("rb")
+    inbox = Inbox(connection)
     child = _Child(Outbox(connection))
-    start = pickle.load(commands)
-    obeying = threading.Thread(target=child.obey, args=(commands,), name="commands", daemon=True)
+    [start] = inbox.take()
+    obeying = threading.Thread(target=child.obey, args=(inbox,), name="commands", daemon=True)
     obeying.start()
     child.load(start)
     obeying.join()
+
+
+class Inbox:
+    """The parent's commands, all that have come at a time.
+
+    Each wait gives the interpreter's lock away, and who launches a step gives it back late.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._data = bytearray()
+
+    def take(self) -> list[Any]:
+        """Wait for one at least. EOFError once the parent has closed its end."""
+        while True:
+            commands, num_bytes = unframed(self._data)
+            if commands:
+                del self._data[:num_bytes]
+                return commands
+            received = self._connection.recv(_MOST_BYTES_AT_ONCE)
+            if not received:
+                raise EOFError
+            self._data += received
 
 
 class Outbox:
@@ -126,6 +157,7 @@ class _Child:
         self._coming: dict[str, Abort | None] = {}  # who is in it, and how it ended meanwhile
         self._coming_changes = threading.Lock()
         self._admitted: deque[int] = deque()  # of whom the next message tells
+        self._is_admission_due = False  # whether that cannot wait for a step: `obey`'s thread only
         self._told: tuple[tuple[Any, ...], bool] | None = None
 
     def load(self, start: Start) -> None:
@@ -143,11 +175,13 @@ class _Child:
         else:
             self._outbox.put(lambda: Ready(self._loop.stats))
 
-    def obey(self, commands: BinaryIO) -> None:
+    def obey(self, inbox: Inbox) -> None:
         """Commands until the parent is gone."""
         try:
             while True:
-                self._do(pickle.load(commands))
+                for command in inbox.take():
+                    self._do(command)
+                self._tell_admitted()
         except (EOFError, OSError, pickle.UnpicklingError):
             log.info("the engine's process ends: its parent has closed the connection")
         except Exception:
@@ -184,17 +218,22 @@ class _Child:
         except Exception as error:  # noqa: BLE001  whatever it is, the parent hears of it
             self._tell(number, error)
         else:
-            if is_launched_now and request.sampling.guide is None:
-                # The launch tells of it. Here it would hold up the launch, which needs the lock
-                # of the interpreter.
-                self._admitted.append(number)
-            else:
-                self._tell(number, None)
+            self._admitted.append(number)
+            # Else the launch tells of it. Here it would hold up the launch, which needs the lock
+            # of the interpreter.
+            self._is_admission_due |= not is_launched_now
+
+    def _tell_admitted(self) -> None:
+        """One message for all that were admitted together."""
+        if self._is_admission_due:
+            self._is_admission_due = False
+            self._outbox.put(lambda: self._news([]))
 
     def _submit_guided(self) -> None:
         while True:
             number, request = self._guided.get()
-            self._submit(number, request)
+            on_chunk = partial(self._add, number)
+            self._answer(number, partial(self._loop.submit, request, on_chunk))
             with self._coming_changes:
                 abort = self._coming.pop(request.generation_id, None)
             if abort is not None:

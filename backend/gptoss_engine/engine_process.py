@@ -20,7 +20,6 @@ from typing import Any
 from gptoss_engine.children import how_it_ended, start_child
 from gptoss_engine.config import EngineConfig, has_gpu
 from gptoss_engine.messages import (
-    PICKLE_PROTOCOL,
     Abort,
     Chunk,
     Drain,
@@ -29,6 +28,7 @@ from gptoss_engine.messages import (
     Start,
     Stop,
     Submit,
+    framed,
     stats_values,
 )
 from gptoss_engine.types import (
@@ -129,7 +129,7 @@ class EngineProcess:
         So requests that come at once are told the child one behind the other, and not one a word.
         """
         number = next(self._numbers)
-        command = _pickled(Submit.of(number, request))
+        command = framed(Submit.of(number, request))
         answer: Future[bool | None] = Future()
         with self._lock:
             ended = self._ended
@@ -146,7 +146,7 @@ class EngineProcess:
 
     def abort(self, generation_id: str, error: str = "", reason: FinishReason = "abort") -> None:
         """End a generation from any thread; nothing happens if it is not open any more."""
-        self._send(_pickled(Abort(generation_id, error, reason)))
+        self._send(framed(Abort(generation_id, error, reason)))
 
     def drain(self, timeout: float) -> bool:
         """Refuse new requests and let the open ones end; abort what is left after `timeout` s.
@@ -163,7 +163,7 @@ class EngineProcess:
         if has_ended:
             self._receiver.join()  # It may still tell everybody.
             return True
-        self._send(_pickled(Drain(number, timeout)))
+        self._send(framed(Drain(number, timeout)))
         return bool(answer.result())
 
     def stop(self) -> None:
@@ -178,7 +178,7 @@ class EngineProcess:
         killing.daemon = True
         killing.start()
         try:
-            self._send(_pickled(Stop()))
+            self._send(framed(Stop()))
             self._receiver.join()
         finally:
             killing.cancel()
@@ -192,7 +192,7 @@ class EngineProcess:
             raise RuntimeError(f"{verb} must not be called from a callback: it would wait for it")
 
     def _start(self, start: Start) -> tuple[Any, ...]:
-        self._send(_pickled(start))
+        self._send(framed(start))
         try:
             answer = pickle.load(self._reports)
         except (EOFError, OSError, pickle.UnpicklingError):
@@ -315,7 +315,3 @@ def _ended(stats: EngineStats, reason: FinishReason, num_cut: int) -> EngineStat
         num_used_window_pages=0,
         num_finished=Counter(stats.num_finished) + Counter({reason: num_cut}),
     )
-
-
-def _pickled(command: object) -> bytes:
-    return pickle.dumps(command, PICKLE_PROTOCOL)

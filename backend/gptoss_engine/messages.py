@@ -1,11 +1,14 @@
 """What an engine's own process and its parent tell each other, over one pair of sockets.
 
-Each message is one pickle, which says itself where it ends. Both ends are this package in the same
+Each message is one pickle. A command has its length before it, four bytes: the child takes all that
+have come at once. Both ends are this package in the same
 Python, and nobody else holds the sockets. What is said often is plain tuples: those C reads and
 writes alone, 64 chunks in some 20 us, where a frozen dataclass takes some microseconds each, and
 several times that in a process that has just slept.
 """
 
+import pickle
+import struct
 from collections.abc import Sequence
 from dataclasses import fields
 from operator import attrgetter
@@ -91,3 +94,26 @@ class Report(NamedTuple):
     chunks: Sequence[Chunk] = ()
     admitted: Sequence[int] = ()
     answer: tuple[int, bool | Exception | None] | None = None
+
+
+_LENGTH = struct.Struct("<I")
+
+
+def framed(command: object) -> bytes:
+    data = pickle.dumps(command, PICKLE_PROTOCOL)
+    return _LENGTH.pack(len(data)) + data
+
+
+def unframed(data: bytearray) -> tuple[list[Any], int]:
+    """The commands that are whole, and how many bytes they take."""
+    commands: list[Any] = []
+    start = 0
+    with memoryview(data) as view:
+        while start + _LENGTH.size <= len(view):
+            (length,) = _LENGTH.unpack_from(view, start)
+            end = start + _LENGTH.size + length
+            if end > len(view):
+                break
+            commands.append(pickle.loads(view[start + _LENGTH.size : end]))
+            start = end
+    return commands, start

@@ -438,16 +438,18 @@ def test_the_outbox_waits_for_no_reader_and_keeps_the_order() -> None:
 _ANSWERS_LATE = f"""
 import os, pickle, socket, sys
 sys.path[:] = sys.argv[3:]
+from gptoss_engine.engine_child import Inbox
 from gptoss_engine.messages import Ready, Report, stats_values
 from {ENGINES} import load
 connection = socket.socket(fileno=int(sys.argv[1]))
-commands = connection.makefile("rb")
-stats = load(pickle.load(commands).config).stats()
+inbox = Inbox(connection)
+[start] = inbox.take()
+stats = load(start.config).stats()
 connection.sendall(pickle.dumps(Ready(stats)))
-submit = pickle.load(commands)
+submit, *others = inbox.take()
 chunk = (submit.number, ((7,), (), None, "", 3, 0))
 connection.sendall(pickle.dumps(tuple(Report(stats_values(stats), False, [chunk]))))
-pickle.load(commands)
+others or inbox.take()
 os._exit(5)
 """
 
