@@ -6,6 +6,9 @@ sent to goes out together. An empty response is sent whenever a stream was silen
 for a while, sooner if nothing was sent yet: a client that left is only noticed when something is
 sent to it, and an ensemble can only end what it has heard of. There is none on admission: of many
 requests that come at once it would hold up the next ones.
+
+Through an ensemble few responses are on their way at a time (pacing.py). Whoever is due then waits
+for room and gathers tokens, and who waits for a first token goes first.
 """
 
 import logging
@@ -16,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from gptoss_backend.pacing import Pacer
 from gptoss_engine.types import TokenChunk, TokenLogprob
 
 _HEARTBEAT_SECONDS = 0.3
@@ -48,11 +52,13 @@ class Client(Protocol):
 class Stream:
     """One generation's way back. Times are time.monotonic() seconds.
 
-    sent_at: of its last response, or of its admission.
+    sent_at: of its last response, or of its admission. is_paced: whether its responses are
+    acknowledged, and wait for room.
     """
 
     generation_id: str
     client: Client
+    is_paced: bool = False
     opened_at: float = field(default_factory=time.monotonic)
     first_token_at: float | None = None
     num_tokens: int = 0
@@ -98,6 +104,7 @@ class Streams:
         self._is_gathering = False
         self._open: dict[str, Stream] = {}
         self._due: dict[str, Stream] = {}
+        self._pacer = Pacer()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="stream-sender", daemon=True)
         self._thread.start()
@@ -140,12 +147,20 @@ class Streams:
         if chunk.finish_reason is not None:
             self._finished(stream)
 
+    def acknowledge(self, generation_id: str, sequence_number: int) -> None:
+        """A paced stream's response is on its way no more."""
+        with self._changed:
+            self._pacer.acknowledge(generation_id, sequence_number)
+            if self._due:
+                self._changed.notify_all()
+
     def _hear(self) -> None:
         """Of what became due: little is sent here, if nobody else sends, all else by the sender."""
         with self._changed:
-            is_little = self._sends_itself and len(self._due) == 1
+            can_send = self._can_send()
+            is_little = self._sends_itself and can_send and len(self._due) == 1
             has_turn = is_little and self._sending.acquire(blocking=False)
-            if self._due and not has_turn:
+            if can_send and not has_turn:
                 self._changed.notify_all()
         if has_turn:
             try:
@@ -168,7 +183,7 @@ class Streams:
         next_chores = 0.0
         while True:
             with self._changed:
-                if not self._due and not self._is_closed:
+                if not self._can_send() and (self._due or not self._is_closed):
                     left = max(0.0, next_chores - time.monotonic())
                     self._changed.wait(left if self._open else None)
                 if self._is_closed and not self._due:
@@ -179,11 +194,28 @@ class Streams:
                 if now >= next_chores:
                     next_chores = now + self._do_chores(now)
 
+    def _can_send(self) -> bool:
+        if not self._due:
+            return False
+        has_unpaced = any(not stream.is_paced for stream in self._due.values())
+        return has_unpaced or self._pacer.room(time.monotonic()) > 0
+
     def _send_due(self) -> None:
         with self._changed:
-            due, self._due = self._due, {}
-        for stream in due.values():
+            due = self._take_due()
+        for stream in due:
             self._send(stream)
+
+    def _take_due(self) -> list[Stream]:
+        """Whoever may be sent to now: all, or as many paced ones as there is room for."""
+        paced = [stream for stream in self._due.values() if stream.is_paced]
+        room = self._pacer.room(time.monotonic()) if paced else 0
+        # Who has waited longest, but for first tokens.
+        paced.sort(key=lambda stream: stream.num_sent > 0)
+        waiting = {stream.generation_id: stream for stream in paced[room:]}
+        taken = [stream for name, stream in self._due.items() if name not in waiting]
+        self._due = {name: each for name, each in self._due.items() if name in waiting}
+        return taken
 
     def _do_chores(self, now: float) -> float:
         """Cancellations and heartbeats. Seconds until they are due again.
@@ -202,6 +234,8 @@ class Streams:
             if stream.generation_id not in self._open:
                 return  # its end came while this round was sent, and went out with what was due
             chunks, stream.pending = stream.pending, []
+            if stream.is_paced:
+                self._pacer.sent(stream.generation_id, stream.num_sent, time.monotonic())
         response = StreamResponse(stream.num_sent, _merged(stream.generation_id, chunks))
         stream.num_sent += 1
         stream.sent_at = time.monotonic()

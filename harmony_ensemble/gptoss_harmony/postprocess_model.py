@@ -7,7 +7,9 @@ the engine is told with one control request.
 
 import json
 import logging
+import socket
 import time
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -45,6 +47,8 @@ class TritonPythonModel:
         self._generations: dict[str, _Generation] = {}
         self._swept_at = time.monotonic()
         self._metrics = _Metrics()
+        self._acknowledging = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._tensors = _Tensors()
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
@@ -56,16 +60,21 @@ class TritonPythonModel:
                 sender.send(_error(str(error), pb_utils.TritonError.INTERNAL), flags=_FINAL)
         self._sweep()
 
+    def finalize(self) -> None:
+        self._acknowledging.close()
+
     def _handle(self, request: Any) -> Any | None:
         """What the client gets for one response of the engine, if anything."""
-        inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-        response = _engine_response(inputs)
+        [tensor] = request.inputs()
+        said = json.loads(_text(tensor.as_numpy()))
+        self._acknowledge(said)
+        response = _engine_response(said)
         generation = self._generations.setdefault(response.generation_id, _Generation())
         generation.seen_at = time.monotonic()
         sent = None
         if generation.end_reason is None:
             try:
-                sent = self._push(generation, response, inputs)
+                sent = self._push(generation, response, said)
                 if request.is_cancelled():
                     generation.end_reason = "abort"
             except Exception as error:
@@ -80,13 +89,22 @@ class TritonPythonModel:
             generation.is_engine_told = _end(response.generation_id, generation.end_reason)
         return sent
 
+    def _acknowledge(self, said: Mapping[str, Any]) -> None:
+        """Tell the engine that it may send another one."""
+        address = said["acknowledge"].replace("@", "\0", 1)
+        word = f"{said['generation_id']} {said['sequence_number']}"
+        try:
+            self._acknowledging.sendto(word.encode(), socket.MSG_DONTWAIT, address)
+        except OSError as error:
+            logger.warning("generation %s: not acknowledged: %s", said["generation_id"], error)
+
     def _push(
-        self, generation: _Generation, response: EngineResponse, inputs: dict[str, np.ndarray]
+        self, generation: _Generation, response: EngineResponse, said: Mapping[str, Any]
     ) -> Any | None:
         if generation.answer is None:
             if response.sequence_number != 0:
                 raise RuntimeError(f"the state of generation {response.generation_id} is lost")
-            context = AnswerContext.from_json(_text(inputs["context"]))
+            context = AnswerContext.from_json(said["context"])
             generation.answer = Answer(context, self._format)
         is_due = generation.seen_at - generation.sent_at > _KEEP_ALIVE_SECONDS
         reply = generation.answer.push(response, is_due=is_due)
@@ -95,9 +113,9 @@ class TritonPythonModel:
         if generation.answer.finish_reason:
             generation.end_reason = "stop"
         if response.finish_reason == "error":
-            error = json.loads(_text(inputs["error"]))
+            error = said["error"]
             return _error(error["message"], getattr(pb_utils.TritonError, error["code"]))
-        return None if reply is None else pb_utils.InferenceResponse(_outputs(reply))
+        return None if reply is None else pb_utils.InferenceResponse(self._tensors.of(reply))
 
     def _sweep(self) -> None:
         """An error in the middle of an ensemble's stream can lose the response that ends it."""
@@ -146,34 +164,57 @@ class _Metrics:
         metric.increment(number)
 
 
-def _engine_response(inputs: dict[str, np.ndarray]) -> EngineResponse:
-    usage = json.loads(_text(inputs["usage"]))
-    logprobs = json.loads(_text(inputs["logprobs"]) or "[]")
+def _engine_response(said: Mapping[str, Any]) -> EngineResponse:
     return EngineResponse(
-        generation_id=_text(inputs["generation_id"]),
-        sequence_number=int(inputs["sequence_number"].item()),
-        token_ids=tuple(inputs["token_ids"].tolist()),
-        logprobs=tuple((logprob, top) for logprob, top in logprobs),
-        finish_reason=_text(inputs["finish_reason"]) or None,  # pyright: ignore[reportArgumentType]
-        num_prompt_tokens=usage["num_prompt_tokens"],
-        num_cached_tokens=usage["num_cached_tokens"],
+        generation_id=said["generation_id"],
+        sequence_number=said["sequence_number"],
+        token_ids=tuple(said["token_ids"]),
+        logprobs=tuple((logprob, top) for logprob, top in said["logprobs"]),
+        finish_reason=said["finish_reason"] or None,
+        num_prompt_tokens=said["usage"]["num_prompt_tokens"],
+        num_cached_tokens=said["usage"]["num_cached_tokens"],
     )
 
 
-def _outputs(reply: Reply) -> list[Any]:
-    return [
-        _bytes("text_output", reply.text_output),
-        _bytes("reasoning_output", reply.reasoning_output),
-        _bytes("tool_calls", json.dumps(reply.tool_calls)),
-        _count("index", 0),
-        _bytes("finish_reason", reply.finish_reason),
-        _count("num_input_tokens", reply.num_input_tokens),
-        _count("num_output_tokens", reply.num_output_tokens),
-        _count("num_reasoning_tokens", reply.num_reasoning_tokens),
-        _count("num_cached_tokens", reply.num_cached_tokens),
-        pb_utils.Tensor("cumulative_logprob", np.array([reply.cumulative_logprob], np.float32)),
-        _bytes("logprobs", json.dumps(reply.logprobs)),
-    ]
+class _Tensors:
+    """A reply as the ensemble's outputs. What most replies say is made once, and lies there."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[str, str | int | float], Any] = {}
+
+    def of(self, reply: Reply) -> list[Any]:
+        return [
+            self._text("text_output", reply.text_output),
+            self._text("reasoning_output", reply.reasoning_output),
+            self._text("tool_calls", _json_list(reply.tool_calls)),
+            self._count("index", 0),
+            self._text("finish_reason", reply.finish_reason),
+            self._count("num_input_tokens", reply.num_input_tokens),
+            self._count("num_output_tokens", reply.num_output_tokens),
+            self._count("num_reasoning_tokens", reply.num_reasoning_tokens),
+            self._count("num_cached_tokens", reply.num_cached_tokens),
+            self._logprob("cumulative_logprob", reply.cumulative_logprob),
+            self._text("logprobs", _json_list(reply.logprobs)),
+        ]
+
+    def _text(self, name: str, value: str) -> Any:
+        return _bytes(name, value) if value not in ("", "[]") else self._common(_bytes, name, value)
+
+    def _count(self, name: str, value: int) -> Any:
+        return _count(name, value) if value > 1 else self._common(_count, name, value)
+
+    def _logprob(self, name: str, value: float) -> Any:
+        return _float(name, value) if value else self._common(_float, name, value)
+
+    def _common(self, make: Callable[[str, Any], Any], name: str, value: str | float) -> Any:
+        made = self._made.get((name, value))
+        if made is None:
+            made = self._made[name, value] = make(name, value)
+        return made
+
+
+def _json_list(values: list[dict[str, Any]]) -> str:
+    return json.dumps(values) if values else "[]"
 
 
 def _end(generation_id: str, reason: Literal["abort", "stop"]) -> bool:
@@ -208,3 +249,7 @@ def _bytes(name: str, value: str) -> Any:
 
 def _count(name: str, value: int) -> Any:
     return pb_utils.Tensor(name, np.array([value], dtype=np.uint32))
+
+
+def _float(name: str, value: float) -> Any:
+    return pb_utils.Tensor(name, np.array([value], dtype=np.float32))

@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import socket
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ class Bench:
         self.aborts: list[tuple[str, str]] = []
         self.num_failing_aborts = 0
         self.num_pushed = 0
+        self.address = "@gptoss-test-nobody"
         triton.execute_elsewhere = self._abort
 
     def _abort(self, request: Any) -> list[Any]:
@@ -37,18 +40,28 @@ class Bench:
             return [self.triton.InferenceResponse(error=error)]
         return []
 
-    def push(self, text: str = "", reason: str = "", *, has_left: bool = False) -> Any:
+    def push(
+        self,
+        text: str = "",
+        reason: str = "",
+        *,
+        has_left: bool = False,
+        error: dict[str, str] | None = None,
+    ) -> Any:
         """What the client gets for the engine's next response."""
-        request = self.request_type(
-            generation_id="g",
-            sequence_number=self.num_pushed,
-            token_ids=self.encode(text),
-            logprobs="",
-            finish_reason=reason,
-            error="",
-            usage=json.dumps({"num_prompt_tokens": 1, "num_cached_tokens": 0}),
-            context=_CONTEXT,
-        )
+        said = {
+            "generation_id": "g",
+            "sequence_number": self.num_pushed,
+            "token_ids": [*self.encode(text)],
+            "logprobs": [],
+            "finish_reason": reason,
+            "error": error,
+            "usage": {"num_prompt_tokens": 1, "num_cached_tokens": 0, "num_output_tokens": 1},
+            "acknowledge": self.address,
+        }
+        if not self.num_pushed:
+            said["context"] = _CONTEXT
+        request = self.request_type(response=json.dumps(said))
         request.has_left = has_left
         self.num_pushed += 1
         self.model.execute([request])
@@ -57,8 +70,10 @@ class Bench:
 
 
 @pytest.fixture
-def bench(triton: Any, request_type: Any, loaded: Vocabulary) -> Bench:
-    return Bench(triton, request_type, loaded)
+def bench(triton: Any, request_type: Any, loaded: Vocabulary) -> Iterator[Bench]:
+    made = Bench(triton, request_type, loaded)
+    yield made
+    made.model.finalize()
 
 
 def _is_idle(bench: Bench) -> bool:
@@ -80,6 +95,49 @@ def test_an_answer_comes_and_goes(bench: Bench) -> None:
     assert bench.push("<|channel|>final<|message|>Hi").outputs["text_output"] == b"Hi"
     assert bench.push("<|return|>", "stop").outputs["finish_reason"] == b"stop"
     assert bench.aborts == []
+    assert _is_idle(bench)
+
+
+def test_each_response_is_acknowledged_whatever_becomes_of_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as engine:
+        engine.bind("\0gptoss-test-postprocess")
+        engine.settimeout(10)
+        bench.address = "@gptoss-test-postprocess"
+        bench.push()
+        bench.push("<|channel|>final<|message|>Hi")
+        monkeypatch.setattr(Answer, "push", lambda *_: 1 / 0)
+        assert bench.push("x").has_error()
+        assert bench.push("y", "abort") is None
+        assert [engine.recv(100) for _ in range(4)] == [b"g 0", b"g 1", b"g 2", b"g 3"]
+
+
+def test_replies_that_say_the_same_share_no_values_with_others(bench: Bench) -> None:
+    said = [
+        bench.push("<|channel|>analysis<|message|>Hm"),
+        bench.push(" and"),
+        bench.push("<|end|>"),
+    ]
+    said += [bench.push("<|start|>assistant<|channel|>final<|message|>Hi"), bench.push(" you")]
+    said.append(bench.push("<|return|>", "stop"))
+    assert said[2] is None
+    outputs = [each.outputs for each in said if each is not None]
+    assert [each["reasoning_output"] for each in outputs] == [b"Hm", b" and", b"", b"", b""]
+    assert [each["text_output"] for each in outputs] == [b"", b"", b"Hi", b" you", b""]
+    assert [each["finish_reason"] for each in outputs] == [b"", b"", b"", b"", b"stop"]
+    assert [each["num_output_tokens"] for each in outputs] == [4, 1, 7, 1, 1]
+    assert [each["num_reasoning_tokens"] for each in outputs] == [1, 1, 0, 0, 0]
+    assert [each["num_input_tokens"] for each in outputs] == [0, 0, 0, 0, 1]
+    assert {each["tool_calls"] for each in outputs} == {b"[]"}
+
+
+@pytest.mark.parametrize("code", ["CANCELLED", "INTERNAL"])
+def test_an_error_of_the_engine_is_passed_on_with_its_code(bench: Bench, code: str) -> None:
+    bench.push()
+    failed = bench.push("x", "error", error={"code": code, "message": "no more"})
+    assert failed.error().message() == "no more"
+    assert failed.error().code() == getattr(bench.triton.TritonError, code)
     assert _is_idle(bench)
 
 

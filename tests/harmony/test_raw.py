@@ -113,18 +113,21 @@ def test_the_adapters_take_the_configured_format(
     after.initialize(arguments)
     [prompt] = before.execute([request_type(text_input="<|start|>", stop_words="END")])
     assert prompt.arrays["input_ids"].tolist() == loaded.encode("<|start|>")
-    request = request_type(
-        generation_id="g",
-        sequence_number=0,
-        token_ids=loaded.encode("Hi END"),
-        logprobs="",
-        finish_reason="length",
-        error="",
-        usage=json.dumps({"num_prompt_tokens": 3, "num_cached_tokens": 0}),
-        context=prompt.outputs["context"].decode(),
-    )
+    said = {
+        "generation_id": "g",
+        "sequence_number": 0,
+        "token_ids": loaded.encode("Hi END"),
+        "logprobs": [],
+        "finish_reason": "length",
+        "error": None,
+        "usage": {"num_prompt_tokens": 3, "num_cached_tokens": 0, "num_output_tokens": 2},
+        "context": prompt.outputs["context"].decode(),
+        "acknowledge": "@gptoss-test-nobody",
+    }
+    request = request_type(response=json.dumps(said))
     after.execute([request])
     [sent] = request.sent
+    after.finalize()
     assert sent.outputs["text_output"] == b"Hi "
     assert sent.outputs["finish_reason"] == b"stop"
     with pytest.raises(FormatMissing):

@@ -1,14 +1,16 @@
 """The engine model called directly with token ids, as a format of one's own would."""
 
 import json
+import queue
 from contextlib import closing
 from typing import Any
 
 import pytest
+from tritonclient import grpc as tritonclient
 
 from gptoss_backend.client import ChatClient, RequestFailed
 
-from .clients import Client, eventually
+from .clients import Client, as_tensors, eventually
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(120)]
 
@@ -37,6 +39,42 @@ def test_every_response_says_all(client: Client) -> None:
         for token_id, (logprob, top) in zip(each["token_ids"], logprobs, strict=True):
             assert top == [[token_id, logprob]]
     assert json.loads(responses[-1]["usage"])["num_prompt_tokens"] == len(PROMPT)
+
+
+def test_who_asks_for_the_response_alone_gets_all_in_it(client: Client) -> None:
+    sampling = {"temperature": 0, "max_tokens": 12, "logprobs": 1}
+    inputs = as_tensors({"input_ids": PROMPT, "sampling": json.dumps(sampling), "context": "mine"})
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    with tritonclient.InferenceServerClient(client.server.ports.url("grpc")) as connection:
+        connection.start_stream(lambda result, error: answers.put((result, error)))
+        connection.async_stream_infer(
+            "gpt_oss_engine",
+            inputs,
+            outputs=[tritonclient.InferRequestedOutput("response")],
+            enable_empty_final_response=True,
+        )
+        said: list[dict[str, Any]] = []
+        while True:
+            result, error = answers.get(timeout=60)
+            assert error is None
+            response = result.get_response()
+            if response.outputs:
+                assert [each.name for each in response.outputs] == ["response"]
+                said.append(json.loads(result.as_numpy("response")[0]))
+            if response.parameters["triton_final_response"].bool_param:
+                break
+    assert [each["sequence_number"] for each in said] == [*range(len(said))]
+    assert [each.get("context") for each in said] == ["mine", *[None] * (len(said) - 1)]
+    assert {each["acknowledge"][0] for each in said} == {"@"}
+    assert {each["error"] for each in said} == {None}
+    assert said[-1]["finish_reason"] == "length"
+    assert said[-1]["usage"]["num_prompt_tokens"] == len(PROMPT)
+    plain = client.generate(input_ids=PROMPT, sampling=json.dumps(sampling))
+    assert [token_id for each in said for token_id in each["token_ids"]] == _token_ids(plain)
+    logprobs = [entry for each in said for entry in each["logprobs"]]
+    assert [top for _, top in logprobs] == [
+        [[t, p]] for t, (p, _) in zip(_token_ids(plain), logprobs, strict=True)
+    ]
 
 
 def test_needs_neither_sampling_nor_context(client: Client) -> None:

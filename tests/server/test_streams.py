@@ -390,3 +390,123 @@ def test_random_traffic_arrives_once_in_order_with_one_end(
         assert numbers == list(range(len(numbers)))
         for response in client.received:
             assert len(response.chunk.logprobs) == len(response.chunk.token_ids)
+
+
+def _acknowledged(streams: Streams, client: FakeClient, generation_id: str) -> None:
+    """As the next model does for all that it has."""
+    for response in list(client.received):
+        streams.acknowledge(generation_id, response.sequence_number)
+
+
+@pytest.fixture
+def paced(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Streams:
+    """Where somebody acknowledges, and nothing is ever given up or said without a token."""
+    monkeypatch.setattr("gptoss_backend.pacing._PATIENCE_SECONDS", 1e9)
+    monkeypatch.setattr("gptoss_backend.streams._HEARTBEAT_SECONDS", 1e9)
+    monkeypatch.setattr("gptoss_backend.streams._FIRST_SIGN_SECONDS", 1e9)
+    streams = bench.streams()
+    streams.acknowledge("before", 0)
+    return streams
+
+
+def test_without_room_tokens_are_gathered(paced: Streams) -> None:
+    client = FakeClient()
+    stream = Stream("g", client, is_paced=True)
+    paced.open(stream)
+    for number in range(1, 9):
+        paced.push(stream, _chunk(number))
+        client.wait(lambda number=number: client.token_ids == [*range(1, number + 1)])
+    assert len(client.received) == 8
+    # Eight are on their way: the next ones wait.
+    paced.push(stream, _chunk(9))
+    paced.push(stream, _chunk(10))
+    other = FakeClient()
+    unpaced = Stream("other", other)
+    paced.open(unpaced)
+    paced.push(unpaced, _chunk(1))
+    other.wait(lambda: other.token_ids == [1])
+    assert len(client.received) == 8
+    paced.acknowledge("g", 3)
+    client.wait(lambda: len(client.received) == 9)
+    assert client.received[-1].chunk.token_ids == (9, 10)
+    # An end waits like a token does.
+    paced.push(stream, _chunk(11, end=True))
+    _acknowledged(paced, client, "g")
+    client.wait(lambda: client.finish_reasons == ["stop"])
+    assert client.token_ids == [*range(1, 12)]
+    paced.push(unpaced, _chunk(end=True))
+    assert paced.wait_empty(WAIT_SECONDS)
+
+
+def test_a_first_token_goes_before_those_who_wait(paced: Streams) -> None:
+    late, others = FakeClient(), [FakeClient() for _ in range(9)]
+    streams = [Stream(str(i), client, is_paced=True) for i, client in enumerate(others)]
+    for stream, client in zip(streams, others, strict=True):
+        paced.open(stream)
+        paced.push(stream, _chunk(1))
+        paced.acknowledge(stream.generation_id, 0)
+        client.wait(lambda client=client: client.token_ids == [1])
+        _acknowledged(paced, client, stream.generation_id)
+    for stream, client in zip(streams[:8], others, strict=False):
+        paced.push(stream, _chunk(2))
+        client.wait(lambda client=client: client.token_ids == [1, 2])
+    paced.push(streams[8], _chunk(2))
+    stream = Stream("late", late, is_paced=True)
+    paced.open(stream)
+    paced.push(stream, _chunk(7))
+    assert (others[8].token_ids, late.token_ids) == ([1], [])
+    paced.acknowledge("0", 1)
+    late.wait(lambda: late.token_ids == [7])
+    assert others[8].token_ids == [1]
+    paced.acknowledge("1", 1)
+    others[8].wait(lambda: others[8].token_ids == [1, 2])
+
+
+def test_what_nobody_acknowledges_is_given_up(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gptoss_backend.pacing._PATIENCE_SECONDS", 0.02)
+    streams, client = bench.streams(), FakeClient()
+    streams.acknowledge("before", 0)
+    stream = Stream("g", client, is_paced=True)
+    streams.open(stream)
+    for number in range(100):
+        streams.push(stream, _chunk(number, end=number == 99))
+        time.sleep(0.001)
+    assert streams.wait_empty(WAIT_SECONDS)
+    assert client.token_ids == [*range(100)]
+    assert 9 <= len(client.received) < 100
+
+
+@pytest.mark.parametrize("sends_itself", [False, True])
+def test_nothing_is_lost_beside_acknowledgements_at_random(
+    bench: Bench, sends_itself: bool
+) -> None:
+    streams = bench.streams(sends_itself=sends_itself)
+    streams.acknowledge("before", 0)
+    draw = random.Random(5)
+    clients = [FakeClient() for _ in range(20)]
+    all_streams = [Stream(str(i), client, is_paced=True) for i, client in enumerate(clients)]
+    for stream in all_streams:
+        streams.open(stream)
+    is_over = threading.Event()
+
+    def acknowledge() -> None:
+        while not is_over.is_set():
+            for number, client in enumerate(clients):
+                if draw.random() < 0.7:
+                    _acknowledged(streams, client, str(number))
+
+    thread = threading.Thread(target=acknowledge)
+    thread.start()
+    for step in range(200):
+        with streams.at_once():
+            for stream in all_streams:
+                streams.push(stream, _chunk(step, end=step == 199))
+    assert streams.wait_empty(WAIT_SECONDS)
+    is_over.set()
+    thread.join()
+    for client in clients:
+        assert client.token_ids == [*range(200)]
+        assert [each.sequence_number for each in client.received] == [*range(len(client.received))]
+        assert client.finish_reasons == ["stop"]
