@@ -22,7 +22,7 @@ from gptoss_backend.cli.errors import CommandFailed
 from gptoss_backend.client import ChatClient, RequestFailed
 
 _MOST_PROCESSES = 8
-_STREAMS_A_PROCESS = 16
+_STREAMS_A_PROCESS = 4
 _LOOK_SECONDS = 1.0
 _LEAD_SECONDS = 0.2  # from the word to begin to the beginning
 
@@ -38,7 +38,10 @@ class _Share:
 
 
 def num_processes(load: Load, cores: int | None = None) -> int:
-    """One for few streams, and at most half of the cores: the server needs the others."""
+    """One for few streams, and at most half of the cores: the server needs the others.
+
+    A process reads some 5,000 responses a second, and long before that they wait for each other.
+    """
     cores = os.cpu_count() or 1 if cores is None else cores
     streams = load.num_requests if load.concurrency is None else load.concurrency
     return max(1, min(_MOST_PROCESSES, cores // 2, streams // _STREAMS_A_PROCESS))
