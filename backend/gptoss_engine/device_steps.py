@@ -20,12 +20,15 @@ from gptoss_engine.batch import DueRows, Inputs, PageGroup, leading_decodes
 from gptoss_engine.config import EngineConfig
 from gptoss_engine.graphs import (
     MAXIMUM_PREFILL_ROWS,
+    MIXED_ROWS,
     Capture,
     GraphShape,
     Outputs,
     StepGraphs,
     graph_sizes,
-    prefill_sizes,
+    mixed_shapes,
+    ordered,
+    prefill_shapes,
 )
 from gptoss_engine.kv_cache import KVCache
 from gptoss_engine.model import GptOss
@@ -83,7 +86,9 @@ class StepPlan(NamedTuple):
     @property
     def shape(self) -> GraphShape:
         """Of a graph."""
-        return GraphShape(self.num_rows, is_decode=self.decodes.num_sequences > 0)
+        num_decodes = self.decodes.num_sequences
+        num_prefills = self.sampling.num_rows - num_decodes
+        return GraphShape(num_decodes, self.num_rows - num_decodes, num_prefills)
 
 
 class Sent(NamedTuple):
@@ -122,8 +127,9 @@ class DeviceSteps:
     """Runs steps of a model over a cache, one after another.
 
     num_pages, num_window_pages: of the cache's page groups. max_model_len: tokens of one sequence.
-    capture: what makes graphs of steps that are decodes alone, or one prefill of up to
-    prefill_rows; None where the operators do not allow it.
+    capture: what makes graphs of steps that are decodes alone, one prefill of up to prefill_rows,
+    or prefills beside decodes or each other, of one of mixed_rows together; None where the
+    operators do not allow it.
     wait: until an event of the device has happened.
     tell: called with each step's plan before it is enqueued, and with what is guided of it before
     its tokens are chosen once more, if it is set.
@@ -141,6 +147,7 @@ class DeviceSteps:
         max_model_len: int,
         capture: Capture | None,
         prefill_rows: int = MAXIMUM_PREFILL_ROWS,
+        mixed_rows: tuple[int, ...] = MIXED_ROWS,
         wait: Wait = torch.cuda.Event.synchronize,
     ) -> None:
         self._model = model
@@ -168,9 +175,12 @@ class DeviceSteps:
         self._last_token_ids = torch.zeros(seats + 1, dtype=torch.int64, device=device)
         self._sizes = graph_sizes(seats)
         prefill_rows = min(prefill_rows, config.max_num_batched_tokens, max_model_len)
+        most_rows = min(config.max_num_batched_tokens, max_model_len)
+        self._mixed_shapes = mixed_shapes(seats, most_rows, mixed_rows)
         self._shapes = (
-            *(GraphShape(size, is_decode=True) for size in self._sizes),
-            *(GraphShape(size, is_decode=False) for size in prefill_sizes(prefill_rows)),
+            *(GraphShape(size) for size in self._sizes),
+            *prefill_shapes(prefill_rows),
+            *self._mixed_shapes,
         )
         self._room = StepTensors.empty(
             config.max_num_batched_tokens + FILLERS, most_sequences(seats), columns, device
@@ -234,6 +244,9 @@ class DeviceSteps:
         decodes = leading_decodes([item.num_slots for item in step.items])
         num_first, num_prefills = decodes.num_sequences, len(step.items) - decodes.num_sequences
         num_decodes, num_sequences = filled_sequences(self._sizes, num_first, num_prefills)
+        shape = self._mixed_shape(step, decodes)
+        if shape is not None:
+            num_decodes, num_sequences = shape.num_decodes, shape.num_sequences
         spare = num_decodes - num_first
         staged = StagedStep.build(step, self._known, num_first, spare)
         sampling = _sampling(step, self._model.config.vocab_size)
@@ -246,6 +259,10 @@ class DeviceSteps:
         if self._graphs and are_decodes and is_small:
             seats = [item.seat for item in step.items]
             return self._decode_plan(num_decodes, staged, sampling, seats), sampling
+        if shape is not None:
+            plan = self._mixed_plan(shape, step, staged, sampling, num_first)
+            if plan.is_graph:
+                return plan, sampling
         num_rows = staged.num_rows
         if num_sequences > staged.num_sequences:
             filled = filled_rows(num_rows, self._config.max_num_batched_tokens)
@@ -400,29 +417,84 @@ class DeviceSteps:
             decodes=Decodes(0, 0, 0),
             num_of_decodes=0,
             num_columns=columns,
-            is_graph=is_small and GraphShape(size, is_decode=False) in (self._graphs or ()),
+            is_graph=is_small and GraphShape(0, size, 1) in (self._graphs or ()),
+        )
+
+    def _mixed_shape(self, step: ScheduledStep, decodes: Decodes) -> GraphShape | None:
+        """The least one that has room for prefills, several or beside decodes of one row each.
+
+        Its last rows are a sequence's that fills it, and after some of them tokens are due that
+        nobody gets: so there must be as many.
+        """
+        num_decodes, prefills = decodes.num_sequences, step.items[decodes.num_sequences :]
+        firsts = step.items[:num_decodes]
+        if len(step.items) < 2 or not prefills or not self._graphs:
+            return None
+        if any(item.num_slots != 1 or item.num_due != 1 for item in firsts):
+            return None
+        num_rows = sum(item.num_slots for item in prefills)
+        num_due = sum(item.num_due for item in step.items)
+        for shape in self._mixed_shapes:
+            has_room = (
+                num_decodes <= shape.num_decodes
+                and (num_decodes > 0 or shape.num_decodes == 0)
+                and len(prefills) <= shape.num_prefills
+                and num_rows + shape.num_sampled - num_due <= shape.num_prefill_rows
+            )
+            if has_room and shape in self._graphs:
+                return shape
+        return None
+
+    def _mixed_plan(
+        self,
+        shape: GraphShape,
+        step: ScheduledStep,
+        staged: StagedStep,
+        sampling: Sampling,
+        num_first: int,
+    ) -> StepPlan:
+        """As a graph of that shape reads it, if it has room for all."""
+        size, num_rows = shape.num_decodes, shape.num_rows
+        # Of tables of any length; each prefill may begin and end within a page.
+        num_pages = shape.num_prefill_rows // self._config.page_size + shape.num_prefills
+        num_words = _WORDS * size + shape.num_prefill_rows + 2 * num_pages
+        num_masked = _MASKED * shape.num_sampled
+        items, words = staged.filled(shape.num_sequences, num_rows).arrays(num_words)
+        rows, seats = self._due(step, num_first, size - num_first)
+        spare = shape.num_sampled - len(rows)
+        return StepPlan(
+            sampling=_filled(sampling, shape.num_sampled),
+            rows=np.concatenate((rows, np.arange(num_rows - spare, num_rows))),
+            seats=np.concatenate((seats, np.full(spare, self._config.max_num_seqs))),
+            items=items,
+            words=words,
+            num_rows=num_rows,
+            decodes=Decodes(size, size, min(size, 1)),
+            num_of_decodes=size,
+            num_columns=self._full.shape[1],
+            is_graph=len(words) == num_words and len(sampling.masked_ids) <= num_masked,
         )
 
     def _graph_step(self, shape: GraphShape) -> Outputs:
         """A step of that shape, as it was sent last; at first, with nothing but what fills it."""
-        size, nothing = shape.num_rows, ScheduledStep(())
-        sampling = _sampling(nothing, self._model.config.vocab_size)
-        if shape.is_decode:
-            staged = StagedStep.build(nothing, self._known, 0, size)
-            masked = np.zeros(_MASKED * size, dtype=np.int32)
-            plan = self._decode_plan(size, staged, sampling._replace(masked_ids=masked), [])
+        nothing, nobody = ScheduledStep(()), self._config.max_num_seqs
+        masked = np.zeros(_MASKED * shape.num_sampled, dtype=np.int32)
+        sampling = _sampling(nothing, self._model.config.vocab_size)._replace(masked_ids=masked)
+        staged = StagedStep.build(nothing, self._known, 0, shape.num_decodes)
+        if not shape.num_prefills:
+            plan = self._decode_plan(shape.num_decodes, staged, sampling, [])
+        elif shape.num_sampled == 1:
+            size = shape.num_prefill_rows
+            due = np.array([size - 1]), np.array([nobody])
+            plan = self._prefill_plan(size, staged.filled(2, size), _filled(sampling, 1), *due)
         else:
-            staged = StagedStep.build(nothing, self._known).filled(2, size)
-            masked = np.zeros(_MASKED, dtype=np.int32)
-            seats = np.array([self._config.max_num_seqs], dtype=np.int64)
-            sampling = _filled(sampling._replace(masked_ids=masked), 1)
-            plan = self._prefill_plan(size, staged, sampling, np.array([size - 1]), seats)
+            plan = self._mixed_plan(shape, nothing, staged, sampling, 0)
         if shape not in self._graph_inputs:  # But not while it is captured: see StepGraphs.
             parts = self._send(plan)
             sent = self._read(parts, plan.num_of_decodes)
             self._graph_parts[shape], self._graph_inputs[shape] = parts, sent
         sent = self._graph_inputs[shape]
-        return self._compute(sent, size, plan.decodes, plan.num_columns)
+        return self._compute(sent, plan.num_rows, plan.decodes, plan.num_columns)
 
     # ---- before the first step -----------------------------------------------------------------
 
@@ -440,7 +512,7 @@ class DeviceSteps:
             started = time.monotonic()
             shapes = self._shapes
             if is_trial:  # A prefill has more rows than few seats have, but not their logits.
-                shapes = tuple({shape.is_decode: shape for shape in sorted(shapes)}.values())
+                shapes = tuple({shape.kind: shape for shape in reversed(ordered(shapes))}.values())
             graphs = StepGraphs(self._graph_step, shapes, self._capture)
             log.info(
                 "captured %d CUDA graphs, of decodes up to %d rows, in %.1f s",

@@ -1,6 +1,6 @@
 """Steps of few rows as CUDA graphs: one for each shape that a step is filled up to."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -25,21 +25,68 @@ class Capture(Protocol):
 
 
 class GraphShape(NamedTuple):
-    """num_rows of decodes, one each, or of one prefill."""
+    """So many decodes, of a row each, and rows for so many prefills or fewer, which lie behind."""
 
-    num_rows: int
-    is_decode: bool
+    num_decodes: int
+    num_prefill_rows: int = 0
+    num_prefills: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_decodes + self.num_prefill_rows
+
+    @property
+    def num_sampled(self) -> int:
+        """After so many rows a token is due."""
+        return self.num_decodes + self.num_prefills
+
+    @property
+    def num_sequences(self) -> int:
+        """One more where there are prefills: it has the rows that are missing."""
+        return self.num_sampled + (self.num_prefills > 0)
+
+    @property
+    def kind(self) -> tuple[bool, bool]:
+        """Decodes alone, one prefill alone, or several of anything."""
+        return self.num_prefills > 0, self.num_sampled > 1 and self.num_prefills > 0
 
 
 # Prompts of so many tokens that find nobody else there are graphs. Launched one by one, 20b's 220
 # kernels take the host 6.3 ms, and the device 6.0.
 MAXIMUM_PREFILL_ROWS = 256
 PREFILL_ROWS_APART = 16
+# Of prompts beside decodes, or several: up to so many rows are graphs, and so many on average have
+# a prompt each. One by one the host takes 10 to 17 ms for such a step's launches, which no other
+# step has prepared, and as long nobody hears of anything.
+MIXED_ROWS = (128, 256, 512, 1024)
+_ROWS_A_PREFILL = 32
+_LEAST_MIXED_DECODES = 8
 
 
-def prefill_sizes(most: int) -> tuple[int, ...]:
-    """Rows of one prefill that graphs are captured for, up to `most`."""
-    return tuple(range(PREFILL_ROWS_APART, most + 1, PREFILL_ROWS_APART))
+def prefill_shapes(most: int) -> tuple[GraphShape, ...]:
+    """Graphs of one prefill of up to `most` rows."""
+    rows = range(PREFILL_ROWS_APART, most + 1, PREFILL_ROWS_APART)
+    return tuple(GraphShape(0, each, 1) for each in rows)
+
+
+def mixed_shapes(
+    most_seqs: int, most_rows: int, sizes: Sequence[int] = MIXED_ROWS
+) -> tuple[GraphShape, ...]:
+    """Graphs of up to most_seqs decodes and most_rows rows in all, of prefills one of `sizes`.
+
+    One prefill alone has its own.
+    """
+    decodes, size = [0], _LEAST_MIXED_DECODES
+    while size < most_seqs:
+        decodes.append(size)
+        size *= 2
+    decodes.append(most_seqs)
+    shapes = (
+        GraphShape(count, rows, min(rows // _ROWS_A_PREFILL, most_seqs))
+        for count in decodes
+        for rows in sizes
+    )
+    return tuple(shape for shape in shapes if shape.num_rows <= most_rows and shape.num_sampled > 1)
 
 
 def graph_sizes(most: int) -> tuple[int, ...]:
@@ -49,6 +96,11 @@ def graph_sizes(most: int) -> tuple[int, ...]:
     """
     sizes = {*range(1, 9), *range(16, 65, 8), *range(80, most, 16), most}
     return tuple(sorted(size for size in sizes if size <= most))
+
+
+def ordered(shapes: Iterable[GraphShape]) -> list[GraphShape]:
+    """Those of the most rows first."""
+    return sorted(shapes, key=lambda shape: (shape.num_rows, shape), reverse=True)
 
 
 class StepGraphs:
@@ -66,7 +118,7 @@ class StepGraphs:
     ) -> None:
         self._graphs: dict[GraphShape, tuple[Replay, Outputs]] = {}
         # The largest first: what it gives back to the pool has room for all others.
-        for shape in tracked(sorted(shapes, reverse=True), "CUDA graphs", len(shapes)):
+        for shape in tracked(ordered(shapes), "CUDA graphs", len(shapes)):
             step(shape)
             self._graphs[shape] = capture(lambda shape=shape: step(shape))
 

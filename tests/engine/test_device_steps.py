@@ -26,7 +26,15 @@ from gptoss_engine.device_steps import (
     warm_up_steps,
 )
 from gptoss_engine.engine import Engine, Pending
-from gptoss_engine.graphs import CudaCapture, GraphShape, Outputs, Replay, graph_sizes
+from gptoss_engine.graphs import (
+    MIXED_ROWS,
+    CudaCapture,
+    GraphShape,
+    Outputs,
+    Replay,
+    graph_sizes,
+    mixed_shapes,
+)
 from gptoss_engine.runner import Runner, load_runner
 from gptoss_engine.sampler import Sampled
 from gptoss_engine.sequence import NO_TOKEN, ScheduledItem, ScheduledStep, Sequence
@@ -51,10 +59,11 @@ SAMPLINGS = [
 
 
 class Recorded:
-    """As graphs.CudaCapture. replayed: the sizes of the graphs, in order; a prefill's is 1."""
+    """As graphs.CudaCapture. replayed: after how many rows of each graph a token is due."""
 
-    def __init__(self, prefill_rows: int = 0) -> None:
+    def __init__(self, prefill_rows: int = 0, mixed_rows: tuple[int, ...] = ()) -> None:
         self.prefill_rows = prefill_rows
+        self.mixed_rows = mixed_rows
         self.replayed: list[int] = []
 
     def __call__(self, run: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
@@ -70,11 +79,14 @@ class Recorded:
 
 
 def on_device(
-    config: EngineConfig, capture: Recorded | CudaCapture | None, prefill_rows: int = 0
+    config: EngineConfig,
+    capture: Recorded | CudaCapture | None,
+    prefill_rows: int = 0,
+    mixed_rows: tuple[int, ...] = (),
 ) -> Runner:
     """A runner that steps as on a GPU."""
     if isinstance(capture, Recorded):
-        prefill_rows = capture.prefill_rows
+        prefill_rows, mixed_rows = capture.prefill_rows, capture.mixed_rows
     runner = load_runner(config)
     runner._steps = DeviceSteps(
         *(runner._model, runner._cache, runner._ops, config),
@@ -83,6 +95,7 @@ def on_device(
         max_model_len=runner.max_model_len,
         capture=capture,
         prefill_rows=prefill_rows,
+        mixed_rows=mixed_rows,
     )
     runner.is_asynchronous = True
     runner.warm_up()
@@ -107,9 +120,12 @@ def plain(config: EngineConfig) -> Runner:
     return load_runner(config)
 
 
-@pytest.fixture(params=[0, 64, None], ids=["graphs", "graphs of prefills too", "no graphs"])
+@pytest.fixture(
+    params=[(), (64,), (64, (64, 128)), None],
+    ids=["graphs", "graphs of prefills too", "graphs of all", "no graphs"],
+)
 def capture(request: pytest.FixtureRequest) -> Recorded | None:
-    return None if request.param is None else Recorded(request.param)
+    return None if request.param is None else Recorded(*request.param)
 
 
 def generated(runner: Runner, chunk: int) -> list[list[int]]:
@@ -132,7 +148,8 @@ def test_tokens_are_the_plain_runners(
     assert generated(on_device(config, capture), chunk) == generated(plain, chunk)
     if capture:
         assert len(capture.replayed) > 10
-        assert set(capture.replayed) <= set(range(1, 9)) | {12}
+        mixed = {shape.num_sampled for shape in mixed_shapes(12, 300, capture.mixed_rows)}
+        assert set(capture.replayed) <= set(range(1, 9)) | {12} | mixed
 
 
 def test_logprobs_are_the_plain_runners(
@@ -486,6 +503,75 @@ def test_what_is_no_whole_prompt_alone_is_no_graph_of_a_prefill(config: EngineCo
     assert capture.replayed == [1]
 
 
+@pytest.mark.parametrize(
+    ("num_decodes", "chunks", "replayed"),
+    [
+        # Of two or four prompts, which have 64 or 128 rows, and 0, 8 or 12 decodes.
+        (0, [20, 20], 2),
+        (0, [20, 20, 20], 4),
+        (0, [20] * 5, None),
+        (1, [40], 10),
+        (1, [56], 10),
+        (1, [57], 12),  # a row that is nobody's is missing
+        (8, [20, 20], 10),
+        (9, [20], 14),
+        (9, [20, 70], 16),
+        (1, [-30], 10),  # a chunk that ends no prompt
+        (1, [-30, 9], 10),
+        (1, [118], 12),
+        (1, [119], None),
+        (1, [5, 30], None),  # called a decode, and has more than a row
+    ],
+)
+def test_prefills_beside_others_take_the_least_graph_that_has_room(
+    config: EngineConfig,
+    plain: Runner,
+    num_decodes: int,
+    chunks: list[int],
+    replayed: int | None,
+) -> None:
+    """chunks: rows of each prefill; below 0 where its prompt is longer."""
+    capture = Recorded(0, (64, 128))
+    runner = on_device(config, capture)
+
+    def told(runner: Runner) -> list[object]:
+        stepper, made = decoding(runner, max(num_decodes, 1))
+        capture.replayed.clear()
+        prefills = []
+        for number, count in enumerate(chunks):
+            sampling = SAMPLINGS[(number + 1) % len(SAMPLINGS)]
+            prompt = [(7 * k * k + number) % 512 for k in range(abs(count) + 40 * (count < 0))]
+            stops = frozenset(sampling.stop_token_ids)
+            prefills.append(sequence(prompt, sampling, 50 + number, stop_token_ids=stops))
+        stepper.step(
+            *(ScheduledItem.of(each, 1) for each in made[:num_decodes]),
+            *(ScheduledItem.of(p, abs(count)) for p, count in zip(prefills, chunks, strict=True)),
+        )
+        if runner is not plain:
+            assert capture.replayed == ([] if replayed is None else [replayed])
+        stepper.generate(*made[:num_decodes], *prefills, num_tokens=3)
+        return [outputs(each) for each in (*made, *prefills)]
+
+    assert told(plain) == told(runner)
+
+
+def test_a_mixed_graph_has_room_for_so_many_stop_tokens(config: EngineConfig) -> None:
+    capture = Recorded(0, (64,))
+    stepper, made = decoding(on_device(config, capture), 3)
+    for counts in ((80, 80), (80, 81)):
+        prefills = []
+        for count in counts:
+            stops = tuple(range(count))
+            masked = SamplingParams(min_tokens=5, stop_token_ids=stops)
+            prefills.append(sequence(PROMPTS[1][:20], masked, stop_token_ids=frozenset(stops)))
+        stepper.step(
+            ScheduledItem.of(made[0], 1), *(ScheduledItem.of(each, 20) for each in prefills)
+        )
+        for count, each in zip(counts, prefills, strict=True):
+            assert outputs(each)[0] >= count
+    assert capture.replayed.count(10) == 1, "ten tokens with sixteen each"
+
+
 def test_the_most_of_everything_can_be_sent(config: EngineConfig, capture: Recorded | None) -> None:
     stops = tuple(range(128))
     sampling = SamplingParams(min_tokens=9, stop_token_ids=stops, logprobs=20)
@@ -503,7 +589,7 @@ def test_a_graph_that_reads_elsewhere_is_our_own_bug(config: EngineConfig) -> No
     stepper, made = decoding(runner, 2)
     assert runner._steps is not None
     parts = runner._steps._graph_parts
-    two, three = (GraphShape(size, is_decode=True) for size in (2, 3))
+    two, three = (GraphShape(size) for size in (2, 3))
     parts[two] = parts[three]
     with pytest.raises(AssertionError, match="fixed addresses"):
         stepper.advance(*made)
@@ -638,7 +724,7 @@ def test_the_pool_is_filled_behind_the_captures_which_empty_it(
 
 
 def test_a_trial_captures_the_largest_graph_of_each_kind_alone(config: EngineConfig) -> None:
-    runner = on_device(config, Recorded(64))
+    runner = on_device(config, Recorded(64, (64, 128)))
     steps = runner._steps
     assert steps is not None
     assert steps._graphs is not None
@@ -646,8 +732,9 @@ def test_a_trial_captures_the_largest_graph_of_each_kind_alone(config: EngineCon
     assert config.max_num_seqs < 64, "the largest of all is a prefill"
     runner.warm_up(is_trial=True)
     assert [*steps._graphs._graphs] == [
-        GraphShape(64, is_decode=False),
-        GraphShape(config.max_num_seqs, is_decode=True),
+        GraphShape(config.max_num_seqs, 128, 4),
+        GraphShape(0, 64, 1),
+        GraphShape(config.max_num_seqs),
     ]
 
 
@@ -693,10 +780,11 @@ def gpu_runner(gpu_config: EngineConfig) -> Runner:
 @pytest.mark.gpu
 def test_graphs_are_their_steps_run_again(gpu_config: EngineConfig, gpu_runner: Runner) -> None:
     """The same kernels in the same order: the same bits, fillers or not."""
-    capture = Recorded()
+    capture = Recorded(0, MIXED_ROWS)
     again = on_device(replace(gpu_config, cuda_graphs="off"), capture)
     assert answers(gpu_config, gpu_runner)[0] == answers(gpu_config, again)[0]
     assert {8, 12} < {*capture.replayed}
+    assert 16 in capture.replayed, "eight decodes and up to eight prefills"
 
 
 @pytest.mark.gpu

@@ -122,12 +122,13 @@ DECODES = [(position, 1) for position in (5, 15, 16, 40, 63, 64, 90, 100, 126)] 
 @pytest.mark.parametrize(
     ("parts", "shape", "most_at_once"),
     [
-        (DECODES, GraphShape(12, is_decode=True), 64),
-        ([(0, 25)], GraphShape(32, is_decode=False), 64),
+        (DECODES, GraphShape(12), 64),
+        ([(0, 25)], GraphShape(0, 32, 1), 64),
+        ([*DECODES, (10, 21), (0, 9)], GraphShape(12, 48, 3), 64),
         ([*DECODES, (10, 25)], None, 64),
         ([*DECODES, (10, 25)], None, 30),
     ],
-    ids=["graph", "graph of a prefill", "mixed", "mixed, experts in pieces"],
+    ids=["graph", "graph of a prefill", "graph of both", "mixed", "mixed, experts in pieces"],
 )
 def test_a_step_by_kernels_is_that_of_the_reference(
     model: GptOss,
@@ -142,12 +143,13 @@ def test_a_step_by_kernels_is_that_of_the_reference(
     output = plain.steps.launch(step_of(parts)).result()
     capture, step = Recorded(), step_of(parts)
     with emulated(3, num_multiprocessors=8, seconds=300), torch.inference_mode():
-        if shape and shape.is_decode:
+        if shape and shape.num_decodes:
             # A graph has no room for so many pages: they are there from now on.
             StagedStep.build(step, ours.steps._known)
             for table in (ours.steps._full, ours.steps._window):
                 table.copy_(torch.arange(PAGES * SEATS).view(SEATS, PAGES))
         if shape:
+            ours.steps._mixed_shapes = (shape,)
             ours.steps._graphs = StepGraphs(ours.steps._graph_step, (shape,), capture)
         found = ours.steps.launch(step).result()
     assert len(capture.replayed) == (shape is not None)
@@ -155,7 +157,7 @@ def test_a_step_by_kernels_is_that_of_the_reference(
     count = len(parts)
     assert norm_error(ours.operators.logits[:count], plain.operators.logits[:count]) < 5e-2
     assert [len(each) for each in found.token_ids] == [len(each) for each in output.token_ids]
-    num_fillers = shape.num_rows - count if shape and shape.is_decode else 0
+    num_fillers = shape.num_sampled - count if shape else 0
     assert ours.operators.token_ids[count:].tolist() == [-1] * num_fillers
     kept = ours.steps._last_token_ids[:count].tolist()
     assert kept == [token_id for (token_id,) in found.token_ids]

@@ -12,7 +12,8 @@ from gptoss_engine.graphs import (
     Replay,
     StepGraphs,
     graph_sizes,
-    prefill_sizes,
+    mixed_shapes,
+    prefill_shapes,
 )
 
 
@@ -34,14 +35,31 @@ def test_every_number_of_rows_has_a_size_and_none_is_beyond(most: int) -> None:
 
 
 def test_prefills_are_filled_up_to_sixteen_rows_more() -> None:
-    assert prefill_sizes(0) == prefill_sizes(15) == ()
-    assert prefill_sizes(50) == (16, 32, 48)
+    assert prefill_shapes(0) == prefill_shapes(15) == ()
+    assert prefill_shapes(50) == tuple(GraphShape(0, rows, 1) for rows in (16, 32, 48))
+
+
+def test_prefills_beside_others_have_graphs_of_few_shapes() -> None:
+    assert mixed_shapes(12, 140, (64, 128)) == (
+        *(GraphShape(0, 64, 2), GraphShape(0, 128, 4)),
+        *(GraphShape(8, 64, 2), GraphShape(8, 128, 4)),
+        *(GraphShape(12, 64, 2), GraphShape(12, 128, 4)),
+    )
+    assert mixed_shapes(12, 139, (64, 128))[-1] == GraphShape(12, 64, 2)
+    assert mixed_shapes(1, 1000, (128,)) == (GraphShape(1, 128, 1),)
+    sizes = mixed_shapes(256, 8192)
+    assert {shape.num_decodes for shape in sizes} == {0, 8, 16, 32, 64, 128, 256}
+    assert len(sizes) == 28
+    one = GraphShape(8, 64, 2)
+    assert (one.num_rows, one.num_sampled, one.num_sequences) == (72, 10, 11)
+    assert GraphShape(8).num_sequences == 8
+    assert len({shape.kind for shape in (one, GraphShape(8), GraphShape(0, 64, 1))}) == 3
 
 
 def test_the_largest_is_captured_first_and_each_is_run_before() -> None:
     events: list[object] = []
-    one, two, five = (GraphShape(size, is_decode=True) for size in (1, 2, 5))
-    prefill = GraphShape(2, is_decode=False)
+    one, two, five = (GraphShape(size) for size in (1, 2, 5))
+    prefill = GraphShape(0, 2, 1)
 
     def step(shape: GraphShape) -> Outputs:
         events.append(shape)
@@ -56,6 +74,6 @@ def test_the_largest_is_captured_first_and_each_is_run_before() -> None:
     order = (five, two, prefill, one)
     assert events == [each for shape in order for each in (shape, "captured", shape)]
     assert two in graphs
-    assert GraphShape(1, is_decode=False) not in graphs
+    assert GraphShape(0, 1, 1) not in graphs
     assert graphs.replay(two).token_ids.tolist() == [2, 2]
     assert events[-1] == "replayed 2"
