@@ -332,7 +332,7 @@ def _machine() -> Path:
     texts = [path.read_text() for path in (*files, FOLDER / "state.hpp", FOLDER / "machine.hpp")]
     output = _cache() / f"machine-{_hash(*texts, *_FLAGS)}.so"
     if not output.exists():
-        _build(output, ["-O2", *map(str, files)])
+        _build(output, ["-O3", *map(str, files)])
     return output
 
 

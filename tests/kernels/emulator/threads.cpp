@@ -62,10 +62,14 @@ void mark_read(Block& block, unsigned address, unsigned bytes, bool is_read) {
 unsigned char* checked_async(Block& block, unsigned address, unsigned bytes, unsigned alignment,
                              const char* what) {
     unsigned char* memory = checked(block, address, bytes, alignment, what);
-    for (unsigned i = 0; i < bytes; ++i) {
-        if (block.loads[address - FIRST_ADDRESS + i])
+    const unsigned first = address - FIRST_ADDRESS;
+    bool is_free = true;
+    for (unsigned i = first; i < first + bytes; ++i)
+        is_free = is_free & !block.loads[i] & !block.writer[i];
+    for (unsigned i = 0; !is_free && i < bytes; ++i) {
+        if (block.loads[first + i])
             fail("%s at shared address %#x, while a copy into it is under way", what, address);
-        if (const Fiber* writer = block.writer[address - FIRST_ADDRESS + i])
+        if (const Fiber* writer = block.writer[first + i])
             fail("%s at shared address %#x, where thread %u of %s stored without a "
                  "fence.proxy.async since",
                  what, address + i, writer->warp->number * 32 + writer->lane,
