@@ -119,7 +119,7 @@ def test_answers_in_bf16_are_those_in_fp32(expected: list[Reply]) -> None:
 
 
 def test_answers_of_a_wrong_model_are_not(expected: list[Reply]) -> None:
-    assert not agreement(replies(CONFIG, 10, wrong_scales), expected).holds
+    assert not agreement(replies(CONFIG, 4, wrong_scales), expected[:4]).holds
 
 
 def test_where_replies_part() -> None:

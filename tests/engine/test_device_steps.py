@@ -8,12 +8,13 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
-from gptoss_engine import staging
+from gptoss_engine import device_steps, staging
 from gptoss_engine.config import EngineConfig
 from gptoss_engine.device_steps import (
     FILLERS,
@@ -78,13 +79,20 @@ class Recorded:
         return replay, kept
 
 
+def largest_steps(*sizes: int, **options: bool) -> list[tuple[int, ...]]:
+    return warm_up_steps(*sizes, **options)[:2]
+
+
 def on_device(
     config: EngineConfig,
     capture: Recorded | CudaCapture | None,
     prefill_rows: int = 0,
     mixed_rows: tuple[int, ...] = (),
+    *,
+    is_warm: bool = False,
 ) -> Runner:
-    """A runner that steps as on a GPU."""
+    """A runner that steps as on a GPU. A CPU has its graphs and the largest steps behind it, unless
+    it is to be warm: it loads no kernels."""
     if isinstance(capture, Recorded):
         prefill_rows, mixed_rows = capture.prefill_rows, capture.mixed_rows
     runner = load_runner(config)
@@ -98,7 +106,10 @@ def on_device(
         mixed_rows=mixed_rows,
     )
     runner.is_asynchronous = True
-    runner.warm_up()
+    with pytest.MonkeyPatch.context() as patch:
+        if config.device == "cpu" and not is_warm:
+            patch.setattr(device_steps, "warm_up_steps", largest_steps)
+        runner.warm_up()
     return runner
 
 
@@ -118,6 +129,20 @@ def config(tiny_checkpoint: TinyCheckpoint) -> EngineConfig:
 @pytest.fixture(scope="module")
 def plain(config: EngineConfig) -> Runner:
     return load_runner(config)
+
+
+@pytest.fixture(scope="module")
+def plainly_answered(config: EngineConfig) -> Callable[[int], dict[str, "Answer"]]:
+    """Of a plain engine with so many pages of each kind."""
+
+    @cache
+    def answered(num_pages: int) -> dict[str, Answer]:
+        few = replace(config, num_pages=num_pages, num_window_pages=num_pages, overlap="off")
+        found, engine = answers(few, load_runner(few))
+        assert not engine.is_overlapped
+        return found
+
+    return answered
 
 
 @pytest.fixture(
@@ -141,11 +166,19 @@ def generated(runner: Runner, chunk: int) -> list[list[int]]:
     return [outputs(each)[:20] for each in made]
 
 
+@pytest.fixture(scope="module")
+def plainly_generated(plain: Runner) -> Callable[[int], list[list[int]]]:
+    return cache(lambda chunk: generated(plain, chunk))
+
+
 @pytest.mark.parametrize("chunk", [7, 50])
 def test_tokens_are_the_plain_runners(
-    config: EngineConfig, plain: Runner, capture: Recorded | None, chunk: int
+    config: EngineConfig,
+    plainly_generated: Callable[[int], list[list[int]]],
+    capture: Recorded | None,
+    chunk: int,
 ) -> None:
-    assert generated(on_device(config, capture), chunk) == generated(plain, chunk)
+    assert generated(on_device(config, capture), chunk) == plainly_generated(chunk)
     if capture:
         assert len(capture.replayed) > 10
         mixed = {shape.num_sampled for shape in mixed_shapes(12, 300, capture.mixed_rows)}
@@ -235,16 +268,17 @@ def answers(
 
 @pytest.mark.parametrize("num_pages", [120, 14])
 def test_an_engine_says_the_same_overlapped_and_preempted(
-    config: EngineConfig, capture: Recorded | None, num_pages: int
+    config: EngineConfig,
+    plainly_answered: Callable[[int], dict[str, Answer]],
+    capture: Recorded | None,
+    num_pages: int,
 ) -> None:
     """Pending tokens by seat; seats and pages that go to others; sequences that start again."""
     config = replace(config, num_pages=num_pages, num_window_pages=num_pages)
-    plain, engine = answers(replace(config, overlap="off"), load_runner(config))
-    assert not engine.is_overlapped
     found, engine = answers(config, on_device(config, capture))
     assert engine.is_overlapped
     assert (engine.stats().num_preemptions > 0) == (num_pages == 14)
-    assert are_the_same(found, plain)
+    assert are_the_same(found, plainly_answered(num_pages))
 
 
 def are_the_same(found: dict[str, Answer], plain: dict[str, Answer]) -> bool:
@@ -322,6 +356,7 @@ class Late:
 @pytest.mark.parametrize("num_pages", [120, 14])
 def test_a_device_may_be_late(
     config: EngineConfig,
+    plainly_answered: Callable[[int], dict[str, Answer]],
     capture: Recorded | None,
     num_pages: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -329,7 +364,7 @@ def test_a_device_may_be_late(
     """Nothing that a step reads is changed by the host while it is out; and if it were, as with one
     buffer to send from, that would show."""
     config = replace(config, num_pages=num_pages, num_window_pages=num_pages)
-    plain, _ = answers(replace(config, overlap="off"), load_runner(config))
+    plain = plainly_answered(num_pages)
 
     def late() -> tuple[dict[str, Answer], Engine]:
         runner = on_device(config, capture)
@@ -453,6 +488,12 @@ def test_a_step_that_brings_more_than_a_graph_has_room_for_runs_without(
     assert capture.replayed == [1]
 
 
+@pytest.fixture(scope="module")
+def with_prefills(config: EngineConfig) -> tuple[Runner, Recorded]:
+    capture = Recorded(64)
+    return on_device(config, capture), capture
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "has_graph"),
     [
@@ -467,10 +508,10 @@ def test_a_step_that_brings_more_than_a_graph_has_room_for_runs_without(
     ],
 )
 def test_a_prompt_alone_is_a_graph_of_as_many_rows(
-    config: EngineConfig, plain: Runner, num_tokens: int, has_graph: bool
+    plain: Runner, with_prefills: tuple[Runner, Recorded], num_tokens: int, has_graph: bool
 ) -> None:
-    capture = Recorded(64)
-    runner = on_device(config, capture)
+    runner, capture = with_prefills
+    capture.replayed.clear()
     prompt = [(7 * k * k + 3) % 512 for k in range(num_tokens)]
     sampling = SamplingParams(temperature=0.9, logprobs=3, min_tokens=5, stop_token_ids=(1, 2))
 
@@ -714,7 +755,7 @@ def test_the_pool_is_filled_behind_the_captures_which_empty_it(
 
     monkeypatch.setattr(DeviceSteps, "launch", watched)
     capture = Capture()
-    runner = on_device(config, capture)
+    runner = on_device(config, capture, is_warm=True)
     assert events == sorted(events)
     assert {*events} == {"captured", "launched"}
     assert capture.replayed == []  # Decodes, too, fill it.

@@ -127,8 +127,14 @@ def alone(config: EngineConfig, runner: Runner) -> dict[str, Answer]:
     return found
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda each: str(each["temperature"]))
+@pytest.mark.parametrize(
+    ("sampling", "dtype"),
+    [
+        *((sampling, "float32") for sampling in SAMPLINGS),
+        *(pytest.param(sampling, "bfloat16", marks=pytest.mark.long) for sampling in SAMPLINGS[:3]),
+        (SAMPLINGS[3], "bfloat16"),
+    ],
+)
 def test_answers_are_what_their_schemas_say(
     config: EngineConfig, dtype: Literal["float32", "bfloat16"], sampling: dict[str, Any]
 ) -> None:
@@ -177,8 +183,18 @@ def test_preempted_is_undisturbed(config: EngineConfig, alone: dict[str, Answer]
     assert engine.stats().num_preemptions > 2
 
 
-@pytest.mark.parametrize("capture", [Recorded(), Recorded(64), None], ids=["", "prefills", "none"])
-@pytest.mark.parametrize("num_pages", [240, 16])
+@pytest.mark.parametrize(
+    ("capture", "num_pages"),
+    [
+        pytest.param(Recorded(), 240, marks=pytest.mark.long),
+        (Recorded(), 16),
+        pytest.param(Recorded(64), 240, marks=pytest.mark.long),
+        (Recorded(64), 16),
+        (None, 240),
+        pytest.param(None, 16, marks=pytest.mark.long),
+    ],
+    ids=["240", "16", "prefills-240", "prefills-16", "none-240", "none-16"],
+)
 def test_as_on_a_gpu_it_is_the_same(
     config: EngineConfig, alone: dict[str, Answer], capture: Recorded | None, num_pages: int
 ) -> None:

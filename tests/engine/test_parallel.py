@@ -215,7 +215,14 @@ def ranks(settings: EngineConfig) -> Iterator[Engine]:
         assert not home.exists()
 
 
-@pytest.mark.parametrize(("tp", "ep", "overlap"), [(2, 1, "off"), (2, 2, "on"), (4, 4, "on")])
+@pytest.mark.parametrize(
+    ("tp", "ep", "overlap"),
+    [
+        (2, 1, "off"),
+        (2, 2, "on"),
+        pytest.param(4, 4, "on", marks=pytest.mark.long),
+    ],
+)
 def test_processes_answer_as_one_does(
     folder: Path, expected: dict[str, Any], tp: int, ep: int, overlap: str
 ):

@@ -142,7 +142,14 @@ def differences(made: dict[str, Elements], expected: LayerWeights) -> list[str]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("tp", "ep"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("tp", "ep"),
+    [
+        # Blocks of 2880 columns shared out unevenly, and whole experts; the small layers have all.
+        pytest.param(*layout, marks=() if layout in ((8, 1), (2, 2)) else pytest.mark.long)
+        for layout in LAYOUTS
+    ],
+)
 def test_ranks_of_a_published_layer_are_the_whole(tp: int, ep: int, mode: WeightMode):
     """Of gpt-oss-20b and -120b, which differ in the number of experts; here each rank has one."""
     config = model_config(num_experts=ep)

@@ -180,8 +180,19 @@ def are_no_experts(operands: Operands) -> Tensor:
 # ---- on the emulator ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("num_experts", "hidden", "inner"), SHAPES)
-@pytest.mark.parametrize("choices", [*CHOICES, *GATHERED], ids=named)
+@pytest.mark.parametrize(
+    ("choices", "num_experts", "hidden", "inner"),
+    [
+        pytest.param(
+            *(choices, *shape),
+            id=f"{named(choices)}-{shape[1]}x{shape[2]}",
+            # Choices that are gathered meet ragged ends of one kind.
+            marks=pytest.mark.long if choices in GATHERED and shape == SHAPES[-1] else (),
+        )
+        for choices in (*CHOICES, *GATHERED)
+        for shape in SHAPES
+    ],
+)
 def test_emulated(choices, num_experts: int, hidden: int, inner: int, early) -> None:
     operands = random_operands(choices, num_experts, hidden, inner)
     expected = expected_rows(operands)

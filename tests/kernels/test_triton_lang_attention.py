@@ -137,7 +137,7 @@ def test_splits(dtype: torch.dtype, split: Split) -> None:
 @runs
 @windows
 @dtypes
-@pytest.mark.parametrize("group", [4, 8, 16])
+@pytest.mark.parametrize("group", [4, 8] if INTERPRETED else [4, 8, 16])
 def test_rows_of_decodes(group: int, dtype: torch.dtype, window: int | None) -> None:
     """32, 64 and 128 rows, of which a warp's tensor cores multiply 16 and a warpgroup's 64."""
     check(case_of("several queries", dtype=dtype, window=window, heads=(group, 1)))
@@ -152,7 +152,8 @@ def test_more_sequences_than_are_looked_at_together(monkeypatch: pytest.MonkeyPa
 @runs
 def test_more_shares_than_are_added_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_decode, "_SHARES_TOGETHER", (2, 4))
-    check(case_of("decodes", heads=(2, 1)), split=Split(16, programs=99))
+    # Two tiles a share, and so seven shares of 200 keys.
+    check(case_of("decodes", heads=(2, 1)), split=Split(16, programs=20))
 
 
 @runs
@@ -165,7 +166,8 @@ def test_page_sizes(page_size: int, window: int | None) -> None:
 @runs
 @pytest.mark.parametrize("group", [1, 2, 4, 16])
 def test_groups_of_heads(group: int) -> None:
-    check(case_of("both", heads=(2 * group, 2)))
+    kv_heads = 1 if INTERPRETED and group == 16 else 2
+    check(case_of("both", heads=(kv_heads * group, kv_heads)))
 
 
 @runs

@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -136,6 +137,8 @@ def _take_terminal() -> None:
     import termios
 
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    # What a shell runs in the background is deaf to it, and so is all that it starts.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _read_until(terminal: int, mark: str) -> str:

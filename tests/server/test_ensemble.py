@@ -191,7 +191,7 @@ def test_clients_that_leave_the_queue_are_not_served(client: Client) -> None:
 
 
 def test_unseen_sums_are_right(client: Client) -> None:
-    sums = unseen_sums(96)  # more than find a seat at once
+    sums = unseen_sums(72)  # more than find a seat at once
     requests = [
         {"text_input": f"What is {a} + {b}?", "temperature": 0.0, "stream": False} for a, b in sums
     ]
@@ -201,7 +201,7 @@ def test_unseen_sums_are_right(client: Client) -> None:
         for pair, answer in zip(sums, answers, strict=True)
         if answer.text != f"{pair[0]} + {pair[1]} = {sum(pair)}."
     ]
-    assert len(wrong) <= 4, wrong
+    assert len(wrong) <= 3, wrong
 
 
 def test_calls_a_tool_and_answers_from_its_result(client: Client) -> None:

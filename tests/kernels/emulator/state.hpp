@@ -149,7 +149,7 @@ struct Block {
     unsigned static_end;
     std::unordered_map<const void*, unsigned> statics;
     std::vector<Fiber*> writer;  // of each byte that no fence has shown to the other proxy
-    std::vector<bool> loads;     // into each byte: one is under way
+    std::vector<char> loads;     // into each byte: one is under way
     std::vector<short> readers;  // of each 16 bytes: products and bulk stores under way
     std::map<unsigned, Barrier> barriers;
     NamedBarrier named[16];

@@ -32,26 +32,26 @@ float small_float(unsigned bits, int exponent_bits, int mantissa_bits, bool has_
     return sign ? -value : value;
 }
 
+struct Table {
+    float values[65536];
+
+    Table(unsigned size, int exponent_bits, int mantissa_bits, bool has_inf) {
+        for (unsigned i = 0; i < size; ++i)
+            values[i] = small_float(i, exponent_bits, mantissa_bits, has_inf);
+    }
+};
+const Table e4m3(256, 4, 3, false), f16(65536, 5, 10, true);
+
 }  // namespace
 
 float widen(Type type, unsigned bits) {
-    static const std::vector<float> e4m3 = [] {
-        std::vector<float> values;
-        for (unsigned i = 0; i < 256; ++i) values.push_back(small_float(i, 4, 3, false));
-        return values;
-    }();
-    static const std::vector<float> f16 = [] {
-        std::vector<float> values;
-        for (unsigned i = 0; i < 65536; ++i) values.push_back(small_float(i, 5, 10, true));
-        return values;
-    }();
     switch (type) {
         case Type::E4M3:
-            return e4m3[bits & 0xFF];
+            return e4m3.values[bits & 0xFF];
         case Type::E5M2:
             return small_float(bits & 0xFF, 5, 2, true);
         case Type::F16:
-            return f16[bits & 0xFFFF];
+            return f16.values[bits & 0xFFFF];
         default: {
             const unsigned wide = bits << 16;
             float value;
@@ -243,15 +243,15 @@ void issue(void* const (&brought)[32]) {
 // What is multiplied in 8 bits is added with few: all is cut off at 2^-12 of the largest. So chosen
 // that sums of 128 products are 3e-4 of their norm off, as they are on an H200: test_deepgemm.py.
 float narrow_sum(const float (&terms)[K_BYTES + 1]) {
-    const float wide_sum = std::accumulate(terms, std::end(terms), 0.f);
-    float largest = 0;
-    for (float term : terms) largest = std::max(largest, std::fabs(term));
-    if (largest == 0 || !std::isfinite(wide_sum)) return wide_sum;
-    const int place = std::ilogb(largest) - 12;
-    const double unit = std::ldexp(1.0, place), inverse = std::ldexp(1.0, -place);
+    int bits[K_BYTES + 1], largest = 0;  // without their signs: as integers in the same order
+    memcpy(bits, terms, sizeof bits);
+    for (int each : bits) largest = std::max(largest, each & 0x7FFFFFFF);
+    const int exponent = std::max((largest >> 23) - 127, -100);
+    if (exponent > 100) return std::accumulate(terms, std::end(terms), 0.f);  // or no number
+    const float inverse = std::ldexp(1.f, 12 - exponent);
     int sum = 0;
     for (float term : terms) sum += int(term * inverse);
-    return float(sum * unit);
+    return float(sum) * std::ldexp(1.f, exponent - 12);
 }
 
 void complete(Issued& issued, Warp& warp) {
@@ -268,14 +268,30 @@ void complete(Issued& issued, Warp& warp) {
     Sums& sums = *issued.sums;
     for (unsigned row = 0; row < 16; ++row) {
         const float* a = &issued.a.values[(warp.number % 4 * 16 + row) * k_elements];
-        for (unsigned column = 0; column < columns; ++column) {
+        for (unsigned column = 0; column < columns; column += 8) {
             const float* b = &issued.b.values[column * k_elements];
-            const unsigned lane = row % 8 * 4 + column % 8 / 2;
-            const unsigned i = column / 8 * 4 + row / 8 * 2 + column % 2;
-            float& value = sums.values[lane * (columns / 2) + i];
-            float terms[K_BYTES + 1] = {issued.accumulates ? value : 0};
-            for (unsigned k = 0; k < k_elements; ++k) terms[k + 1] = sign * a[k] * b[k];
-            value = is_narrow ? narrow_sum(terms) : std::accumulate(terms, std::end(terms), 0.f);
+            float* places[8];
+            float added[8];
+            for (unsigned j = 0; j < 8; ++j) {
+                const unsigned lane = row % 8 * 4 + j / 2;
+                const unsigned i = column / 8 * 4 + row / 8 * 2 + j % 2;
+                places[j] = &sums.values[lane * (columns / 2) + i];
+                added[j] = issued.accumulates ? *places[j] : 0;
+            }
+            if (is_narrow) {
+                for (unsigned j = 0; j < 8; ++j) {
+                    float terms[K_BYTES + 1] = {added[j]};
+                    for (unsigned k = 0; k < K_BYTES; ++k)
+                        terms[k + 1] = sign * a[k] * b[j * K_BYTES + k];
+                    *places[j] = narrow_sum(terms);
+                }
+            } else {
+                // One after the other along K, of eight columns that do not wait for each other.
+                for (unsigned k = 0; k < k_elements; ++k)
+                    for (unsigned j = 0; j < 8; ++j)
+                        added[j] += sign * a[k] * b[j * k_elements + k];
+                for (unsigned j = 0; j < 8; ++j) *places[j] = added[j];
+            }
         }
     }
     if (--sums.users > 0) return;

@@ -59,13 +59,29 @@ void mark_read(Block& block, unsigned address, unsigned bytes, bool is_read) {
     for (unsigned i = first; i <= last; ++i) block.readers[i] += is_read ? 1 : -1;
 }
 
+template <typename T>
+static bool are_zero(const T* values, unsigned count) {
+    return std::all_of(values, values + count, [](T each) { return !each; });
+}
+// In few instructions: what the tensor cores read comes in units of 16 bytes.
+template <unsigned COUNT, typename T>
+static bool are_zero(const T* values) {
+    uintptr_t bits = 0;
+    for (unsigned i = 0; i < COUNT; ++i) bits |= uintptr_t(values[i]);
+    return bits == 0;
+}
+
 unsigned char* checked_async(Block& block, unsigned address, unsigned bytes, unsigned alignment,
                              const char* what) {
     unsigned char* memory = checked(block, address, bytes, alignment, what);
-    for (unsigned i = 0; i < bytes; ++i) {
-        if (block.loads[address - FIRST_ADDRESS + i])
+    const unsigned first = address - FIRST_ADDRESS;
+    const bool is_free =
+        bytes == 16 ? are_zero<16>(&block.loads[first]) && are_zero<16>(&block.writer[first])
+                    : are_zero(&block.loads[first], bytes) && are_zero(&block.writer[first], bytes);
+    for (unsigned i = 0; !is_free && i < bytes; ++i) {
+        if (block.loads[first + i])
             fail("%s at shared address %#x, while a copy into it is under way", what, address);
-        if (const Fiber* writer = block.writer[address - FIRST_ADDRESS + i])
+        if (const Fiber* writer = block.writer[first + i])
             fail("%s at shared address %#x, where thread %u of %s stored without a "
                  "fence.proxy.async since",
                  what, address + i, writer->warp->number * 32 + writer->lane,
