@@ -41,7 +41,7 @@ class Gateway:
     """The ASGI application, and what it holds."""
 
     def __init__(
-        self, config: GatewayConfig, connect: Callable[[str], Ensemble] = Ensemble
+        self, config: GatewayConfig, connect: Callable[[GatewayConfig], Ensemble] = Ensemble
     ) -> None:
         self.config = config
         self.store = ResponseStore(config.max_stored_responses, config.max_stored_bytes)
@@ -88,7 +88,7 @@ class Gateway:
 
     @asynccontextmanager
     async def _lifespan(self, _app: Starlette) -> AsyncGenerator[None, None]:
-        self.exchanges.ensemble = self._connect(self.config.url)
+        self.exchanges.ensemble = self._connect(self.config)
         yield
         await self.exchanges.ensemble.close()
 

@@ -24,6 +24,10 @@ class GatewayConfig:
     max_body_bytes, body_seconds: of a request, and how long it may take to arrive.
     max_open_requests: those above it are refused with 503; the engine has limits of its own.
     slow_reader_seconds: who takes nothing of a waiting answer for so long is gone.
+    silent_seconds, whole_seconds: how long the ensemble may say nothing where it streams, and until
+    it has a whole answer. The default of the first is sixty times what it ever is silent, queued or
+    prefilling; that of the second is above the 70 minutes that 131,072 tokens take a full engine.
+    peer_seconds: a server that does not even answer whether it is ready is lost after so long.
     max_stored_responses, max_stored_bytes: what `previous_response_id` may name; the oldest goes.
     drain_seconds: what open answers get once the gateway is told to stop.
     """
@@ -36,6 +40,9 @@ class GatewayConfig:
     body_seconds: float = 60.0
     max_open_requests: int = 2048
     slow_reader_seconds: float = 30.0
+    silent_seconds: float = 60.0
+    whole_seconds: float = 7200.0
+    peer_seconds: float = 20.0
     max_stored_responses: int = 1000
     max_stored_bytes: int = 256 * 2**20
     drain_seconds: float = 30.0
@@ -51,6 +58,9 @@ class GatewayConfig:
             ("max_open_requests", 1, math.inf),
             ("body_seconds", 0.1, _MOST_SECONDS),
             ("slow_reader_seconds", 0.1, _MOST_SECONDS),
+            ("silent_seconds", 0.1, _MOST_SECONDS),
+            ("whole_seconds", 0.1, _MOST_SECONDS),
+            ("peer_seconds", 0.1, _MOST_SECONDS),
             ("max_stored_responses", 0, math.inf),
             ("max_stored_bytes", 0, math.inf),
             ("drain_seconds", 0, _MOST_SECONDS),

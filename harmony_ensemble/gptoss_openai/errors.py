@@ -11,7 +11,14 @@ from typing import Any
 
 RETRY_SECONDS = 1
 
-_CODES = {400: "invalid_value", 499: "cancelled", 500: "internal_error", 503: "unavailable"}
+_CODES = {
+    400: "invalid_value",
+    408: "timeout",
+    499: "cancelled",
+    500: "internal_error",
+    503: "unavailable",
+    504: "timeout",
+}
 _ENSEMBLE = re.compile(r"^in ensemble '[^']*', ")
 _NAME = re.compile(r"[a-z_]+")
 _MESSAGE = re.compile(r"messages\[(\d+)\]")

@@ -161,7 +161,7 @@ async def read_body(scope: Scope, receive: Receive, config: GatewayConfig) -> by
                     break
     except TimeoutError:
         raise ApiError(
-            408, f"the body must arrive within {config.body_seconds:g} seconds", code="timeout"
+            408, f"the body must arrive within {config.body_seconds:g} seconds"
         ) from None
     if num_bytes > limit:
         raise ApiError(413, f"the body must be at most {limit} bytes", code="body_too_large")

@@ -22,6 +22,8 @@ def gateway(
     max_body: flags.MaxBody = flags.DEFAULT_MAX_BODY_MIB,
     max_stored: flags.MaxStored = flags.DEFAULT_MAX_STORED,
     slow_reader_seconds: flags.SlowReader = flags.DEFAULT_SLOW_READER_SECONDS,
+    silent_seconds: flags.Silent = flags.DEFAULT_SILENT_SECONDS,
+    whole_seconds: flags.Whole = flags.DEFAULT_WHOLE_SECONDS,
     drain_seconds: Annotated[
         float, typer.Option(min=0, help="How long open answers may take to finish.")
     ] = 30.0,
@@ -35,6 +37,8 @@ def gateway(
         max_body=max_body,
         max_stored=max_stored,
         slow_reader_seconds=slow_reader_seconds,
+        silent_seconds=silent_seconds,
+        whole_seconds=whole_seconds,
         drain_seconds=drain_seconds,
     )
     program = flags.load_checked(settings)

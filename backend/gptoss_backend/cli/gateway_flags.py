@@ -13,6 +13,8 @@ DEFAULT_PORT = 9000
 DEFAULT_MAX_BODY_MIB = 8
 DEFAULT_MAX_STORED = 1000
 DEFAULT_SLOW_READER_SECONDS = 30.0
+DEFAULT_SILENT_SECONDS = 60.0
+DEFAULT_WHOLE_SECONDS = 7200.0
 
 _PANEL = "OpenAI gateway"
 
@@ -61,6 +63,23 @@ SlowReader = Annotated[
         rich_help_panel=_PANEL,
     ),
 ]
+Silent = Annotated[
+    float,
+    typer.Option(
+        min=0.1,
+        help="A stream ends with an error when the model's server says nothing for so long; it "
+        "says something every second.",
+        rich_help_panel=_PANEL,
+    ),
+]
+Whole = Annotated[
+    float,
+    typer.Option(
+        min=0.1,
+        help="How long the model's server may take for an answer that is not streamed.",
+        rich_help_panel=_PANEL,
+    ),
+]
 
 
 def load_checked(settings: dict[str, Any]) -> Any:
@@ -82,6 +101,8 @@ def gateway_settings(
     max_body: int,
     max_stored: int,
     slow_reader_seconds: float,
+    silent_seconds: float,
+    whole_seconds: float,
     drain_seconds: float,
 ) -> dict[str, Any]:
     """By the gateway's own names."""
@@ -93,6 +114,8 @@ def gateway_settings(
         "max_body_bytes": max_body * 2**20,
         "max_stored_responses": max_stored,
         "slow_reader_seconds": slow_reader_seconds,
+        "silent_seconds": silent_seconds,
+        "whole_seconds": whole_seconds,
         "drain_seconds": drain_seconds,
     }
 
