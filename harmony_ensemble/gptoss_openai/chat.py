@@ -147,7 +147,9 @@ def _read_limit(body: Mapping[str, Any], inputs: Inputs) -> str:
 
 
 def _message(reply: Reply) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": reply.text or None, "refusal": None}
+    # Null is no text: of calls, and of what was cut before there was any. An empty one was said.
+    content = reply.text if reply.text or reply.finish_reason == "stop" else None
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if reply.reasoning:
         message["reasoning_content"] = reply.reasoning
     if reply.tool_calls:

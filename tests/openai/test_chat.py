@@ -244,6 +244,13 @@ def test_all_tokens_in_reasoning_leave_no_content() -> None:
     assert choice["finish_reason"] == "length"
 
 
+def test_an_answer_without_a_word_is_an_empty_text_and_a_call_has_none() -> None:
+    (said,) = _chat().whole([Reply(reasoning="Hm", finish_reason="stop")])["choices"]
+    assert said["message"]["content"] == ""
+    (called,) = _chat().whole([Reply(tool_calls=[CALL], finish_reason="tool_calls")])["choices"]
+    assert called["message"]["content"] is None
+
+
 def test_whole_calls_have_no_places() -> None:
     (choice,) = _chat().whole([joined(REPLIES)])["choices"]
     first, second = choice["message"]["tool_calls"]
