@@ -17,7 +17,8 @@ class InvalidGateway(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class GatewayConfig:
-    """url: host:port of the tritonserver's gRPC. model_name: what clients call the model.
+    """url: host:port of the tritonserver's gRPC, an IPv6 address in brackets.
+    model_name: what clients call the model.
 
     api_keys: who has none of them is refused; none at all lets everybody in.
     cors_origins: the web pages that may ask, such as https://chat.example; `*` is any.
@@ -48,6 +49,7 @@ class GatewayConfig:
     drain_seconds: float = 30.0
 
     def __post_init__(self) -> None:
+        _check_url(self.url)
         if not self.model_name:
             raise InvalidGateway("model_name must not be empty")
         for name in ("api_keys", "cors_origins"):
@@ -83,3 +85,13 @@ class GatewayConfig:
             for name, value in values.items()
         }
         return cls(**given)
+
+
+def _check_url(url: str) -> None:
+    """What gRPC would look up for ever: a URL of another kind, an address without its brackets."""
+    host, _, port = url.rpartition(":")
+    is_bare = ":" in host and not host.startswith(("[", "dns:", "ipv4:", "ipv6:"))
+    if not host or not port.isdecimal() or is_bare:
+        raise InvalidGateway(
+            f"url must be host:port of the server's gRPC, an IPv6 address in brackets, got {url!r}"
+        )

@@ -37,6 +37,14 @@ SUNNY = '{"temperature": 21, "sky": "sunny"}'
 FLAT_TOOL: Any = {"type": "function", **WEATHER_TOOL["function"]}
 
 
+def _has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
 class Sum(BaseModel):
     sum: Annotated[int, Field(ge=0, le=99)]
     is_even: bool
@@ -519,12 +527,74 @@ def test_a_gateway_that_is_not_installed_is_a_sentence() -> None:
         ({"model_name": ""}, "model_name must not be empty"),
         ({"max_body_bytes": 0}, "max_body_bytes must be at least 1, got 0"),
         ({"api_keys": [""]}, "api_keys must not hold an empty text"),
+        *(
+            (
+                {"url": url},
+                "url must be host:port of the server's gRPC, an IPv6 address in brackets, got "
+                f"{url!r}",
+            )
+            for url in ("http://gpu1:8001", "::1:8001", "gpu1", ":8001", "")
+        ),
     ],
 )
 def test_settings_are_checked(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=r"must|unknown") as refusal:
         load_gateway("openai").check(settings)
     assert str(refusal.value) == sentence
+
+
+@pytest.mark.parametrize("url", ["gpu1:8001", "[::1]:8001", "dns:///gpu1:8001", "10.0.0.1:8001"])
+def test_urls_of_ensembles(url: str) -> None:
+    load_gateway("openai").check({"url": url})
+
+
+def test_an_address_of_ipv6_stands_in_brackets() -> None:
+    ports = Ports(host="::1")
+    assert [ports.url("grpc"), ports.address("grpc")] == ["[::1]:8001", "[::1]"]
+    assert [ports.url("http"), ports.address("http")] == ["[::1]:8000", "ipv6:::1"]
+    assert Ports(host="::").url("grpc") == "[::1]:8001"
+    assert Ports(host="0.0.0.0").url("grpc") == "127.0.0.1:8001"
+    assert Ports(host="0.0.0.0").address("http") == "0.0.0.0"
+
+
+@pytest.mark.skipif(not _has_ipv6(), reason="this machine has no ::1")
+def test_ports_of_ipv6_are_checked() -> None:
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ServerError, match=f"cannot use http port {port} on ::1"):
+            Ports(http=port, host="::1").check_free()
+        with pytest.raises(ServerError, match=f"cannot use port {port} on ::1"):
+            bind("::1", port, "--port")
+
+
+@pytest.mark.server
+@pytest.mark.skipif(not _has_ipv6(), reason="this machine has no ::1")
+def test_serve_on_ipv6(tmp_path: Path) -> None:
+    ports = Ports.free()
+    with bind("::1", 0, "--openai-port") as probe:
+        port = probe.getsockname()[1]
+    command = [
+        *(sys.executable, "-c", "from gptoss_backend.cli import main; main()", "serve"),
+        *("--http-port", str(ports.http), "--grpc-port", str(ports.grpc), "--host", "::1"),
+        *("--metrics-port", str(ports.metrics), "--openai-port", str(port)),
+        *("--log-file", str(tmp_path / "log")),
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as serve:
+        try:
+            assert serve.stdout is not None
+            url = f"http://[::1]:{port}/v1"
+            ready = serve.stdout.readline()
+            assert f"gRPC [::1]:{ports.grpc}, " in ready
+            assert f"OpenAI {url}, " in ready
+            with OpenAI(base_url=url, api_key="none", max_retries=0) as connected:
+                reply = connected.chat.completions.create(**ASK)
+            assert reply.choices[0].message.content == "17 + 25 = 42."
+            serve.send_signal(signal.SIGTERM)
+            assert serve.wait(30) == 0
+        finally:
+            serve.kill()
 
 
 def test_a_gateway_alone_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:

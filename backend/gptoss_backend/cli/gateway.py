@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from gptoss_backend.address import authority
 from gptoss_backend.cli import gateway_flags as flags
 from gptoss_backend.gateway import bind
 from gptoss_engine.config import EngineConfig
@@ -11,9 +12,9 @@ from gptoss_engine.config import EngineConfig
 
 def gateway(
     *,
-    url: Annotated[str, typer.Option(help="gRPC host:port of the tritonserver.")] = (
-        "127.0.0.1:8001"
-    ),
+    url: Annotated[
+        str, typer.Option(help="gRPC host:port of the tritonserver; an IPv6 address in brackets.")
+    ] = ("127.0.0.1:8001"),
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all.")] = "127.0.0.1",
     port: flags.Port = flags.DEFAULT_PORT,
     model_name: flags.ModelName = None,
@@ -44,5 +45,5 @@ def gateway(
     program = flags.load_checked(settings)
     with bind(host, port, "--port") as listener:
         listener.listen()  # Who reads the line below may connect.
-        typer.echo(f"listening: OpenAI http://{host}:{port}/v1, in front of {url}")
+        typer.echo(f"listening: OpenAI http://{authority(host, port)}/v1, in front of {url}")
         program.serve(settings, listener)
