@@ -28,6 +28,7 @@ from gptoss_openai.ensemble import Ensemble
 from gptoss_openai.errors import ApiError
 from gptoss_openai.events import as_bytes, new_id
 from gptoss_openai.exchange import Exchanges, Message, Receive, Scope, Send, check_model
+from gptoss_openai.hosts import check_host
 from gptoss_openai.metrics import CONTENT_TYPE, GatewayMetrics
 from gptoss_openai.responses import ResponseAnswer
 from gptoss_openai.store import ResponseStore, not_found
@@ -135,13 +136,14 @@ class Gateway:
 
 
 class _Guard:
-    """Before any route: an id for the request, its key, how many are open; and it counts."""
+    """Before any route: an id for the request, its host, its key, how many are open; it counts."""
 
     def __init__(self, app: Callable[..., Awaitable[None]], gateway: Gateway) -> None:
         self._app = app
         self._metrics = gateway.metrics
         self._max_open = gateway.config.max_open_requests
         self._keys = [each.encode() for each in gateway.config.api_keys]
+        self._hosts = gateway.config.allowed_hosts
         self._num_open = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -172,17 +174,21 @@ class _Guard:
             self._metrics.requests.labels(_route_name(route), status).inc()
 
     async def _enter(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"].startswith("/v1/"):
-            try:
-                scope.setdefault("state", {})["owner"] = self._owner(scope)
-                if self._num_open > self._max_open:
-                    raise ApiError(
-                        503, f"{self._max_open} requests are open, as many as are allowed"
-                    )
-            except ApiError as error:
-                await _error_response(error)(scope, receive, send)
-                return
+        try:
+            self._check(scope)
+        except ApiError as error:
+            await _error_response(error)(scope, receive, send)
+            return
         await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        if self._hosts:
+            header = dict(scope["headers"]).get(b"host", b"")
+            check_host(header.decode("latin-1"), self._hosts)
+        if scope["path"].startswith("/v1/"):
+            scope.setdefault("state", {})["owner"] = self._owner(scope)
+            if self._num_open > self._max_open:
+                raise ApiError(503, f"{self._max_open} requests are open, as many as are allowed")
 
     def _owner(self, scope: Scope) -> str:
         """Whose the request is: a digest of its key, empty where there are no keys."""

@@ -22,6 +22,8 @@ class GatewayConfig:
 
     api_keys: who has none of them is refused; none at all lets everybody in.
     cors_origins: the web pages that may ask, such as https://chat.example; `*` is any.
+    allowed_hosts: names that a request's Host may have, without ports; none, or `*`, is any, and
+    `loopback` is localhost, 127.0.0.1 and the like.
     max_body_bytes, body_seconds: of a request, and how long it may take to arrive.
     max_open_requests: those above it are refused with 503; the engine has limits of its own.
     slow_reader_seconds: who takes nothing of a waiting answer for so long is gone.
@@ -37,6 +39,7 @@ class GatewayConfig:
     model_name: str = "gpt-oss-demo"
     api_keys: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     max_body_bytes: int = 8 * 2**20
     body_seconds: float = 60.0
     max_open_requests: int = 2048
@@ -52,7 +55,7 @@ class GatewayConfig:
         _check_url(self.url)
         if not self.model_name:
             raise InvalidGateway("model_name must not be empty")
-        for name in ("api_keys", "cors_origins"):
+        for name in ("api_keys", "cors_origins", "allowed_hosts"):
             if not all(getattr(self, name)):
                 raise InvalidGateway(f"{name} must not hold an empty text")
         for name, least, most in (

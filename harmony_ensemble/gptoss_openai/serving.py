@@ -5,6 +5,7 @@ the command line knows of it.
 """
 
 import asyncio
+import dataclasses
 import logging
 import signal
 import socket
@@ -17,6 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gptoss_openai.app import Gateway
 from gptoss_openai.config import GatewayConfig
+from gptoss_openai.hosts import default_hosts
 
 # Between the error that ends an open answer and the end of its connection.
 _LAST_WORDS_SECONDS = 2
@@ -39,6 +41,8 @@ def serve(settings: Mapping[str, Any], listener: socket.socket) -> None:
     what is still open.
     """
     config = GatewayConfig.from_mapping(settings)
+    if not config.api_keys and not config.allowed_hosts:
+        config = dataclasses.replace(config, allowed_hosts=default_hosts(listener))
     gateway = Gateway(config)
     tune(listener, config)
     server = _Server(

@@ -620,6 +620,8 @@ def test_a_gateway_alone_serves_until_it_is_told_to_stop(tmp_path: Path) -> None
                 response = connection.getresponse()
                 assert response.status == status
                 assert said in response.read().decode()
+                connection.request("GET", path, headers={"Host": "evil.example"})
+                assert connection.getresponse().status == 403
                 connection.close()
             alone.send_signal(signal.SIGTERM)
             assert alone.wait(20) == 0

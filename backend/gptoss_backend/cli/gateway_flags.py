@@ -44,6 +44,16 @@ CorsOrigins = Annotated[
         rich_help_panel=_PANEL,
     ),
 ]
+AllowedHosts = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A host name that requests may be sent to, without a port; * is any, loopback this "
+        "machine's own. [default: loopback if it listens on such an address and has no keys, else "
+        "any]",
+        show_default=False,
+        rich_help_panel=_PANEL,
+    ),
+]
 MaxBody = Annotated[
     int, typer.Option(min=1, help="Limit of a request, in MiB.", rich_help_panel=_PANEL)
 ]
@@ -98,6 +108,7 @@ def gateway_settings(
     model_name: str,
     key_file: Path | None,
     cors_origin: list[str] | None,
+    allowed_hosts: list[str] | None,
     max_body: int,
     max_stored: int,
     slow_reader_seconds: float,
@@ -111,6 +122,7 @@ def gateway_settings(
         "model_name": model_name,
         "api_keys": [] if key_file is None else _read_keys(key_file),
         "cors_origins": cors_origin or [],
+        "allowed_hosts": [each.lower() for each in allowed_hosts or ()],
         "max_body_bytes": max_body * 2**20,
         "max_stored_responses": max_stored,
         "slow_reader_seconds": slow_reader_seconds,
