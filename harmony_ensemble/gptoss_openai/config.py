@@ -25,6 +25,8 @@ class GatewayConfig:
     allowed_hosts: names that a request's Host may have, without ports; none, or `*`, is any, and
     `loopback` is localhost, 127.0.0.1 and the like.
     max_body_bytes, body_seconds: of a request, and how long it may take to arrive.
+    head_seconds: how long a request's line and headers may take, and a new connection be silent.
+    max_connections: those above it get 503 and end, whether anything was asked on them or not.
     max_open_requests: those above it are refused with 503; the engine has limits of its own.
     slow_reader_seconds: who takes nothing of a waiting answer for so long is gone.
     silent_seconds, whole_seconds: how long the ensemble may say nothing where it streams, and until
@@ -42,6 +44,8 @@ class GatewayConfig:
     allowed_hosts: tuple[str, ...] = ()
     max_body_bytes: int = 8 * 2**20
     body_seconds: float = 60.0
+    head_seconds: float = 20.0
+    max_connections: int = 4096
     max_open_requests: int = 2048
     slow_reader_seconds: float = 30.0
     silent_seconds: float = 60.0
@@ -61,7 +65,9 @@ class GatewayConfig:
         for name, least, most in (
             ("max_body_bytes", 1, math.inf),
             ("max_open_requests", 1, math.inf),
+            ("max_connections", 1, math.inf),
             ("body_seconds", 0.1, _MOST_SECONDS),
+            ("head_seconds", 0.1, _MOST_SECONDS),
             ("slow_reader_seconds", 0.1, _MOST_SECONDS),
             ("silent_seconds", 0.1, _MOST_SECONDS),
             ("whole_seconds", 0.1, _MOST_SECONDS),

@@ -17,8 +17,9 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from gptoss_openai.app import Gateway
 from gptoss_openai.config import GatewayConfig
+from gptoss_openai.connection import bounded
 from gptoss_openai.ensemble import Reply
-from gptoss_openai.serving import BoundedProtocol, tune
+from gptoss_openai.serving import tune
 
 MODEL = "gpt-oss-demo"
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -228,7 +229,7 @@ class Stack:
         self.gateway = Gateway(gateway_config)
         config = uvicorn.Config(
             self.gateway.app,
-            http=BoundedProtocol,
+            http=bounded(gateway_config),
             lifespan="on",
             log_config=None,
             timeout_graceful_shutdown=5,
