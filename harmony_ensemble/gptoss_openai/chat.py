@@ -10,7 +10,7 @@ from typing import Any
 
 from gptoss_openai.ensemble import Reply
 from gptoss_openai.errors import ApiError, Names, invalid
-from gptoss_openai.events import DONE, event, new_id
+from gptoss_openai.events import DONE, as_bytes, event, new_id
 from gptoss_openai.parameters import (
     COMPLETION,
     TOOLS,
@@ -68,6 +68,9 @@ class ChatAnswer:
             "created": int(time.time()),
             "model": body["model"],
         }
+        # What all chunks begin and end with.
+        self._chunk_head = as_bytes({**self._head, "object": "chat.completion.chunk"})[:-1]
+        self._chunk_tail = b',"usage":null}' if self._includes_usage else b"}"
         self._begun: set[int] = set()
         self._usage = Usage()
 
@@ -124,8 +127,8 @@ class ChatAnswer:
             "logprobs": logprobs,
             "finish_reason": finish_reason or None,
         }
-        chunk = {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
-        return event({**chunk, "usage": None} if self._includes_usage else chunk)
+        choices = b',"choices":[' + as_bytes(choice) + b"]"
+        return b"data: " + self._chunk_head + choices + self._chunk_tail + b"\n\n"
 
     def _logprobs(self, reply: Reply) -> dict[str, Any] | None:
         return {"content": reply.logprobs, "refusal": None} if self._has_logprobs else None

@@ -28,8 +28,7 @@ class BoundedProtocol(HttpToolsProtocol):
     limits = GatewayConfig()
 
     _num_head_bytes = 0
-    _is_in_head = True
-    _has_spoken = False
+    _is_in_body = _has_spoken = False
     _due: asyncio.TimerHandle | None = None
     """By when the head, or the body, must be there: while one is being waited for."""
 
@@ -42,47 +41,58 @@ class BoundedProtocol(HttpToolsProtocol):
         self._wait(self.limits.head_seconds)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._wait(None)
+        self._stop_waiting()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
-        if self._due is None and (self.cycle is None or self.cycle.response_complete):
-            self._wait(self.limits.head_seconds)
         self._has_spoken = True
         self._num_head_bytes += len(data)
         super().data_received(data)
-        is_too_long = self._is_in_head and self._num_head_bytes > _MOST_HEAD_BYTES
+        self._wait_for_more()
+        is_too_long = not self._is_in_body and self._num_head_bytes > _MOST_HEAD_BYTES
         if is_too_long and not self.transport.is_closing():
             self.send_400_response(f"the head must be at most {_MOST_HEAD_BYTES} bytes")
 
     def on_message_begin(self) -> None:
-        self._is_in_head, self._num_head_bytes = True, 0
+        self._num_head_bytes = 0
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        self._is_in_head = False
-        self._wait(self.limits.body_seconds + _LAST_WORD_SECONDS)
+        self._is_in_body = True
+        self._stop_waiting()
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        self._wait(None)
-        self._is_in_head, self._num_head_bytes = True, 0
+        self._is_in_body, self._num_head_bytes = False, 0
+        self._stop_waiting()
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(ApiError(400, msg))
 
-    def _wait(self, seconds: float | None) -> None:
+    def _wait_for_more(self) -> None:
+        """Of a request that has not come as a whole, as most do."""
+        if self._due is not None or self.transport.is_closing():
+            return
+        if self._is_in_body:
+            self._wait(self.limits.body_seconds + _LAST_WORD_SECONDS)
+        elif self.cycle is None or self.cycle.response_complete:
+            self._wait(self.limits.head_seconds)
+
+    def _wait(self, seconds: float) -> None:
+        self._due = self.loop.call_later(seconds, self._be_late)
+
+    def _stop_waiting(self) -> None:
         if self._due is not None:
             self._due.cancel()
-        self._due = None if seconds is None else self.loop.call_later(seconds, self._be_late)
+            self._due = None
 
     def _be_late(self) -> None:
         if self.pipeline:  # An earlier request is being answered: nobody asks for this one yet.
             self._wait(self.limits.body_seconds)
-        elif self._is_in_head and self._has_spoken:
+        elif self._has_spoken and not self._is_in_body:
             seconds = self.limits.head_seconds
             sentence = f"the request's head must arrive within {seconds:g} seconds"
             self._refuse(ApiError(408, sentence))
@@ -91,7 +101,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _refuse(self, error: ApiError) -> None:
         """Outside of any request."""
-        self._wait(None)
+        self._stop_waiting()
         body = as_bytes(error.body())
         lines = [
             f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}",

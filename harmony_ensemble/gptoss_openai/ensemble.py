@@ -255,23 +255,24 @@ def _sized(content: bytes) -> bytes:
 
 def _reply(response: Any) -> Reply:
     contents = response.raw_output_contents
-    outputs: dict[str, Any] = {
-        output.name: contents[place][4:].decode()
-        if output.datatype == "BYTES"
-        else int.from_bytes(contents[place], "little")
-        for place, output in enumerate(response.outputs)
-        if output.name != "cumulative_logprob"
-    }
-    calls, logprobs = outputs["tool_calls"], outputs["logprobs"]
+    places = {output.name: place for place, output in enumerate(response.outputs)}
+
+    def text(name: str) -> str:
+        return contents[places[name]][4:].decode()
+
+    def number(name: str) -> int:
+        return int.from_bytes(contents[places[name]], "little")
+
+    calls, logprobs = text("tool_calls"), text("logprobs")
     return Reply(
-        text=outputs["text_output"],
-        reasoning=outputs["reasoning_output"],
+        text=text("text_output"),
+        reasoning=text("reasoning_output"),
         tool_calls=[] if calls == "[]" else json.loads(calls),
         logprobs=[] if logprobs == "[]" else json.loads(logprobs),
-        finish_reason=outputs["finish_reason"],
-        index=outputs["index"],
-        num_input_tokens=outputs["num_input_tokens"],
-        num_cached_tokens=outputs["num_cached_tokens"],
-        num_output_tokens=outputs["num_output_tokens"],
-        num_reasoning_tokens=outputs["num_reasoning_tokens"],
+        finish_reason=text("finish_reason"),
+        index=number("index"),
+        num_input_tokens=number("num_input_tokens"),
+        num_cached_tokens=number("num_cached_tokens"),
+        num_output_tokens=number("num_output_tokens"),
+        num_reasoning_tokens=number("num_reasoning_tokens"),
     )

@@ -189,7 +189,7 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     try:
         # Bytes would be guessed to be UTF-16, or to hold halves of characters.
         text_of_body = raw.decode("utf-8-sig")
-        body = json.loads(text_of_body, parse_constant=_refuse_constant, parse_float=_finite)
+        body = _decode(text_of_body)
         if b"\\u" in raw:
             as_json("", body)  # A half of a character could not be sent back.
     except UnicodeDecodeError as error:
@@ -219,3 +219,6 @@ def _finite(digits: str) -> float:
     if math.isinf(value):
         raise ValueError(f"{shown(digits)} is larger than any number")
     return value
+
+
+_decode = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite).decode

@@ -6,6 +6,7 @@ the command line knows of it.
 
 import asyncio
 import dataclasses
+import gc
 import logging
 import resource
 import signal
@@ -64,6 +65,7 @@ def serve(settings: Mapping[str, Any], listener: socket.socket) -> None:
         gateway,
     )
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    gc.freeze()  # What was imported stays: looking through it took tens of milliseconds each time.
     asyncio.run(server.serve(sockets=[listener]))
 
 
