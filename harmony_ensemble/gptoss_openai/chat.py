@@ -18,9 +18,10 @@ from gptoss_openai.parameters import (
     Inputs,
     as_json,
     check,
+    count,
     flag,
     includes_usage,
-    int32,
+    num_top,
     read_fields,
 )
 from gptoss_openai.usage import Usage
@@ -30,7 +31,7 @@ _FIELDS: Mapping[str, Field] = {
     **TOOLS,
     "messages": Field("messages", as_json),
     "logprobs": Field("return_logprobs", flag),
-    "top_logprobs": Field("top_logprobs", int32),
+    "top_logprobs": Field("top_logprobs", num_top),
 }
 _OWN = ("model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "prediction")
 _UNBUILT: Mapping[str, tuple[Any, ...]] = {
@@ -53,12 +54,13 @@ class ChatAnswer:
         self.inputs = read_fields(body, _FIELDS, own=_OWN, unbuilt=_UNBUILT)
         if "messages" not in self.inputs:
             raise invalid("messages", "must be given")
-        if "top_logprobs" in self.inputs and not self.inputs.get("return_logprobs"):
+        if self.inputs.get("top_logprobs") and not self.inputs.get("return_logprobs"):
             raise invalid("top_logprobs", "can only be given with logprobs true")
         limit = _read_limit(body, self.inputs)
         self.names = Names(
             "messages",
             {"max_tokens": limit, "stop_words": "stop", "return_logprobs": "logprobs"},
+            guided="response_format" if "response_format" in self.inputs else "tools",
         )
         check(self.inputs, self.names)
         self.inputs["stream"] = self.stream
@@ -137,7 +139,7 @@ class ChatAnswer:
 def _read_limit(body: Mapping[str, Any], inputs: Inputs) -> str:
     """The input max_tokens, and by which of its two names it was given."""
     limits = {
-        name: int32(name, body[name])
+        name: count(name, body[name])
         for name in ("max_tokens", "max_completion_tokens")
         if body.get(name) is not None
     }

@@ -12,9 +12,10 @@ from gptoss_openai.parameters import (
     COMPLETION,
     Field,
     check,
+    count,
     flag,
     includes_usage,
-    int32,
+    num_top,
     read_fields,
     text,
 )
@@ -24,8 +25,8 @@ DEFAULT_MAX_TOKENS = 16  # as OpenAI's
 
 _FIELDS: Mapping[str, Field] = {
     **COMPLETION,
-    "max_tokens": Field("max_tokens", int32),
-    "logprobs": Field("top_logprobs", int32),
+    "max_tokens": Field("max_tokens", count),
+    "logprobs": Field("top_logprobs", num_top),
 }
 _OWN = ("model", "prompt", "stream", "stream_options", "echo")
 _UNBUILT: Mapping[str, tuple[Any, ...]] = {"suffix": ("",), "best_of": (1,)}
@@ -124,5 +125,6 @@ def _read_prompt(prompt: Any) -> str:
         if len(prompt) != 1 or not isinstance(prompt[0], str):
             raise unsupported("prompt", "must be one text: several, or token ids, are not built")
         (prompt,) = prompt
-    text("prompt", prompt)
+    if not text("prompt", prompt):
+        raise invalid("prompt", "must not be empty")
     return prompt

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from gptoss_harmony.chat import check_stop_words
-from gptoss_harmony.request import read_request
+from gptoss_harmony.request import MAX_TOP_LOGPROBS, read_request
 from gptoss_harmony.types import InvalidChat, UnsupportedChat, nearest, shown
 from gptoss_openai.errors import ApiError, Names, invalid, unsupported
 
@@ -69,36 +69,54 @@ def as_json(_name: str, value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False).encode()
 
 
-def _text_or_json(name: str, value: Any) -> bytes:
-    return value.encode() if isinstance(value, str) else as_json(name, value)
+def tool_choice(name: str, value: Any) -> bytes:
+    """As a chat has it."""
+    if isinstance(value, str):
+        return value.encode()
+    if isinstance(value, dict) and value.get("type") != "function":
+        raise unsupported(f"{name}.type", f"must be function, got {shown(value.get('type'))}")
+    return as_json(name, value)
 
 
-int32 = _integer(-(2**31), 2**31 - 1)
+def _seed(name: str, value: Any) -> int:
+    """Also the negative ones that 64 bits hold, which OpenAI's clients may draw."""
+    return _integer(-(2**63), 2**64 - 1)(name, value) % 2**64
+
+
+def _bias(name: str, value: Any) -> bytes:
+    if not isinstance(value, dict):
+        raise invalid(name, f"must be an object of token ids and numbers, got {shown(value)}")
+    return as_json(name, value)
+
+
+count = _integer(1, 2**31 - 1)
+num_top = _integer(0, MAX_TOP_LOGPROBS)
+_int32 = _integer(-(2**31), 2**31 - 1)
 
 # By OpenAI's names, which all three APIs share; then those of vLLM's clients (`extra_body`).
 SAMPLING: Mapping[str, Field] = {
     "temperature": Field("temperature", _number),
     "top_p": Field("top_p", _number),
-    "top_k": Field("top_k", int32),
+    "top_k": Field("top_k", _int32),
     "min_p": Field("min_p", _number),
-    "min_tokens": Field("min_tokens", int32),
+    "min_tokens": Field("min_tokens", _integer(0, 2**31 - 1)),
     "ignore_eos": Field("ignore_eos", flag),
     "repetition_penalty": Field("repetition_penalty", _number),
-    "priority": Field("priority", int32),
-    "seed": Field("seed", _integer(0, 2**64 - 1)),
+    "priority": Field("priority", _int32),
+    "seed": Field("seed", _seed),
 }
 # What chat and text completions share beside them.
 COMPLETION: Mapping[str, Field] = {
     **SAMPLING,
     "stop": Field("stop_words", _texts),
-    "n": Field("n", int32),
+    "n": Field("n", _integer(1, 128)),
     "presence_penalty": Field("presence_penalty", _number),
     "frequency_penalty": Field("frequency_penalty", _number),
-    "logit_bias": Field("logit_bias", as_json),
+    "logit_bias": Field("logit_bias", _bias),
 }
 TOOLS: Mapping[str, Field] = {
     "tools": Field("tools", as_json),
-    "tool_choice": Field("tool_choice", _text_or_json),
+    "tool_choice": Field("tool_choice", tool_choice),
     "parallel_tool_calls": Field("parallel_tool_calls", flag),
     "reasoning_effort": Field("reasoning_effort", text),
     "response_format": Field("response_format", as_json),

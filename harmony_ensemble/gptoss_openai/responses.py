@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gptoss_harmony.types import shown
 from gptoss_openai.ensemble import Reply
 from gptoss_openai.errors import ApiError, Names, invalid
 from gptoss_openai.events import new_id, typed_event
@@ -19,20 +20,22 @@ from gptoss_openai.parameters import (
     Field,
     as_json,
     check,
+    count,
     flag,
-    int32,
+    num_top,
     read_fields,
     read_object,
     refuse_unbuilt,
     text,
+    tool_choice,
 )
 from gptoss_openai.store import ResponseStore, Stored, not_found
 from gptoss_openai.usage import Usage
 
 _FIELDS: Mapping[str, Field] = {
     **SAMPLING,
-    "max_output_tokens": Field("max_tokens", int32),
-    "top_logprobs": Field("top_logprobs", int32),
+    "max_output_tokens": Field("max_tokens", count),
+    "top_logprobs": Field("top_logprobs", num_top),
     "parallel_tool_calls": Field("parallel_tool_calls", flag),
 }
 _OWN = (
@@ -71,7 +74,8 @@ class ResponseAnswer:
         self.inputs["messages"] = as_json("input", chat.messages)
         self._read_tools(body)
         self._read_options(body)
-        self.names = Names("input", _NAMES, chat.origins)
+        guided = "text.format" if "response_format" in self.inputs else "tools"
+        self.names = Names("input", _NAMES, chat.origins, guided)
         check(self.inputs, self.names)
         self.inputs["stream"] = self.stream
         self._is_stored = flag("store", True if body.get("store") is None else body["store"])
@@ -113,10 +117,11 @@ class ResponseAnswer:
             self.inputs["tools"] = as_json("tools", [_as_chat_tool(each) for each in tools])
         choice = body.get("tool_choice")
         if isinstance(choice, dict) and choice.get("type") == "function":
-            choice = {"type": "function", "function": {"name": choice.get("name")}}
+            if not isinstance(choice.get("name"), str):
+                raise invalid("tool_choice", f"must have a function's name, got {shown(choice)}")
+            choice = {"type": "function", "function": {"name": choice["name"]}}
         if choice is not None:
-            is_text = isinstance(choice, str)
-            self.inputs["tool_choice"] = (text if is_text else as_json)("tool_choice", choice)
+            self.inputs["tool_choice"] = tool_choice("tool_choice", choice)
 
     def _read_options(self, body: Mapping[str, Any]) -> None:
         reasoning = read_object(
@@ -281,7 +286,7 @@ def _read_chat(body: Mapping[str, Any], store: ResponseStore, owner: str) -> tup
     if body.get("instructions") is not None:
         text("instructions", body["instructions"])
         instructions = {"role": "developer", "content": body["instructions"]}
-        chat.add(instructions, "instructions")
+        chat.add(instructions, {"": "instructions", ".content": "instructions"})
     begins = len(chat.messages)
     if (previous := body.get("previous_response_id")) is not None:
         text("previous_response_id", previous)
@@ -289,10 +294,10 @@ def _read_chat(body: Mapping[str, Any], store: ResponseStore, owner: str) -> tup
         if stored is None:
             raise not_found(previous, param="previous_response_id")
         for message in json.loads(stored.messages):
-            chat.add(message, "previous_response_id")
+            chat.add(message, {"": "previous_response_id"})
     given = body.get("input")
     if isinstance(given, str):
-        chat.add({"role": "user", "content": given}, "input")
+        chat.add({"role": "user", "content": given}, {"": "input", ".content": "input"})
     elif isinstance(given, list):
         chat.add_items(given, "input")
     elif given is not None or previous is None:

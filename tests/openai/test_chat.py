@@ -9,7 +9,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from gptoss_openai.chat import ChatAnswer
 from gptoss_openai.ensemble import Reply
-from gptoss_openai.errors import ApiError
+from gptoss_openai.errors import ApiError, from_sentence
 
 from .fakes import MESSAGES, MODEL, events_of, joined
 
@@ -124,7 +124,12 @@ def test_harmless_fields_are_accepted() -> None:
         ({"max_tokens": 2**31}, "max_tokens", "invalid_value"),
         ({"max_tokens": 1.5}, "max_tokens", "invalid_value"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "invalid_value"),
-        ({"seed": -1}, "seed", "invalid_value"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens", "invalid_value"),
+        ({"n": 0}, "n", "invalid_value"),
+        ({"min_tokens": -1}, "min_tokens", "invalid_value"),
+        ({"seed": 2**64}, "seed", "invalid_value"),
+        ({"seed": -(2**63) - 1}, "seed", "invalid_value"),
+        ({"logit_bias": [1]}, "logit_bias", "invalid_value"),
         ({"stream": "yes"}, "stream", "invalid_value"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown_parameter"),
@@ -136,6 +141,23 @@ def test_harmless_fields_are_accepted() -> None:
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
         ({"reasoning_effort": "huge"}, "reasoning_effort", "invalid_value"),
         ({"tools": {}}, "tools", "invalid_value"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}},
+            "tool_choice.type",
+            "unsupported_parameter",
+        ),
+        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice", "invalid_value"),
+        ({"tool_choice": 7}, "tool_choice", "invalid_value"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "also": 1}}},
+            "response_format.json_schema.also",
+            "unknown_parameter",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "x", "also": 1}]},
+            "messages[0].also",
+            "unknown_parameter",
+        ),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "unsupported_parameter"),
         ({"messages": []}, "messages", "invalid_value"),
         ({"messages": "Hello"}, "messages", "invalid_value"),
@@ -157,6 +179,35 @@ def test_refusals_name_the_field(fields: dict[str, Any], param: str, code: str) 
         _chat(**fields)
     assert (refusal.value.status, refusal.value.param, refusal.value.code) == (400, param, code)
     assert param.partition(".")[0] in refusal.value.message
+
+
+def test_sentences_have_the_clients_words() -> None:
+    names = _chat(max_completion_tokens=2, response_format={"type": "json_object"}).names
+    for sentence, said, param in (
+        (
+            "min_tokens must be at most max_tokens (2), got 5",
+            "min_tokens must be at most max_completion_tokens (2), got 5",
+            "min_tokens",
+        ),
+        (
+            "guide cannot be compiled: too big",
+            "response_format cannot be compiled: too big",
+            "response_format",
+        ),
+    ):
+        error = from_sentence(sentence, names)
+        assert (error.status, error.message, error.param) == (400, said, param)
+    of_tools = from_sentence("guide cannot be compiled: too big", _chat(tools=[TOOL]).names)
+    assert (of_tools.param, of_tools.message) == ("tools", "tools cannot be compiled: too big")
+
+
+def test_seeds_of_all_integers_of_64_bits_are_taken() -> None:
+    assert _chat(seed=-1).inputs["seed"] == 2**64 - 1
+    assert _chat(seed=-(2**63)).inputs["seed"] == 2**63
+
+
+def test_no_top_logprobs_need_no_logprobs() -> None:
+    assert _chat(logprobs=False, top_logprobs=0).inputs["top_logprobs"] == 0
 
 
 def test_the_nearest_name_is_said() -> None:

@@ -20,6 +20,8 @@ from .test_chat import REPLIES
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 HELLO = [each for each in ANSWER if isinstance(each, Reply)]
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+CALLED = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+REASONED = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm"}]}
 
 
 @pytest.fixture
@@ -127,9 +129,41 @@ def test_tool_choice_is_sent_as_a_chats(
         ),
         (
             {"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]},
-            "input[0].tool_call_id",
+            "input[0].call_id",
             "invalid_value",
         ),
+        (
+            {"input": [REASONED, CALLED, {**CALLED, "call_id": "c2", "arguments": 7}]},
+            "input[2].arguments",
+            "invalid_value",
+        ),
+        ({"input": [REASONED, {**CALLED, "name": "a b"}]}, "input[1].name", "invalid_value"),
+        ({"input": [CALLED, CALLED]}, "input[1].call_id", "invalid_value"),
+        ({"input": [{**CALLED, "call_id": None}]}, "input[0].call_id", "invalid_value"),
+        (
+            {"input": [CALLED, {"type": "function_call_output", "call_id": "c1", "output": 7}]},
+            "input[1].output",
+            "invalid_value",
+        ),
+        (
+            {"input": [REASONED, {"type": "message", "role": "assistant", "content": 7}]},
+            "input[1].content",
+            "invalid_value",
+        ),
+        ({"instructions": "x" * 2**23}, "input", "invalid_value"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice", "invalid_value"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "web_search"}},
+            "tool_choice.type",
+            "unsupported_parameter",
+        ),
+        ({"tools": [{**TOOL, "also": 1}]}, "tools[0].also", "unknown_parameter"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "x", "also": 1}}},
+            "text.format.also",
+            "unknown_parameter",
+        ),
+        ({"max_output_tokens": 0}, "max_output_tokens", "invalid_value"),
         ({"input": [{"type": "reasoning", "content": "x"}]}, "input[0].content", "invalid_value"),
         ({"instructions": 7}, "instructions", "invalid_value"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "previous_response_not_found"),
@@ -155,6 +189,8 @@ def test_refusals_name_the_field(
     with pytest.raises(ApiError) as refusal:
         _ask(store, **fields)
     assert (refusal.value.status, refusal.value.param, refusal.value.code) == (400, param, code)
+    for internal in ("messages[", "tool_calls[", "tool_call_id", "json_schema.", "response_format"):
+        assert internal not in refusal.value.message
 
 
 def test_items_of_one_turn_are_one_message(store: ResponseStore) -> None:
