@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,6 +34,14 @@ GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0}
 ASK: dict[str, Any] = {**GREEDY, "messages": [{"role": "user", "content": QUESTION}]}
 WEATHER: Any = {"role": "user", "content": "What is the weather in Paris?"}
 SUNNY = '{"temperature": 21, "sky": "sunny"}'
+STRICT_TOOL: Any = {"type": "function", "function": {**WEATHER_TOOL["function"], "strict": True}}
+# The demo calls once a turn. Its grammar lets it call again, and what ends the answer is held back
+# until it has said more than one call takes.
+TWO_CALLS: dict[str, Any] = {
+    "tool_choice": "required",
+    "parallel_tool_calls": True,
+    "extra_body": {"min_tokens": 50},
+}
 FLAT_TOOL: Any = {"type": "function", **WEATHER_TOOL["function"]}
 
 
@@ -48,6 +56,18 @@ def _has_ipv6() -> bool:
 class Sum(BaseModel):
     sum: Annotated[int, Field(ge=0, le=99)]
     is_even: bool
+
+
+def _joined_calls(choices: Sequence[Any]) -> list[dict[str, Any]]:
+    """Calls of a stream, by their indices; what comes first of each has its id, type and name."""
+    calls: list[dict[str, Any]] = []
+    for delta in (call for each in choices for call in each.delta.tool_calls or ()):
+        if delta.index == len(calls):
+            calls.append(delta.model_dump(exclude={"index"}))
+            continue
+        assert (delta.index, delta.id, delta.type) == (len(calls) - 1, None, None)
+        calls[-1]["function"]["arguments"] += delta.function.arguments
+    return calls
 
 
 # It never ends by itself within a test.
@@ -137,6 +157,44 @@ class TestChat:
         told = create(**shared, messages=[WEATHER, turn, result])
         assert "21" in (told.choices[0].message.content or "")
         assert told.choices[0].finish_reason == "stop"
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_round_trip_of_parallel_calls(self, openai_client: OpenAI, stream: bool) -> None:
+        create: Any = openai_client.chat.completions.create
+        asked: dict[str, Any] = {**GREEDY, "messages": [WEATHER], **TWO_CALLS}
+        asked |= {"tools": [STRICT_TOOL], "max_completion_tokens": 300}
+        if stream:
+            chunks = [each.choices[0] for each in create(**asked, stream=True)]
+            calls = _joined_calls(chunks)
+            reason = chunks[-1].finish_reason
+        else:
+            (choice,) = create(**asked).choices
+            calls = [each.model_dump() for each in choice.message.tool_calls]
+            reason = choice.finish_reason
+        assert reason == "tool_calls"
+        assert len(calls) == 2
+        assert calls[0]["id"] != calls[1]["id"]
+        for call in calls:
+            assert (call["type"], call["function"]["name"]) == ("function", "get_weather")
+            assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}
+        turn = {"role": "assistant", "tool_calls": calls}
+        # In another order than they were called in, as they may come.
+        results = [{"role": "tool", "tool_call_id": each["id"], "content": SUNNY} for each in calls]
+        messages = [WEATHER, turn, *reversed(results)]
+        told = create(**GREEDY, messages=messages, tools=[STRICT_TOOL]).choices[0]
+        assert "21" in told.message.content
+        assert told.finish_reason == "stop"
+        with pytest.raises(openai.BadRequestError, match="earlier tool call") as refusal:
+            create(**GREEDY, messages=[WEATHER, results[0]], tools=[STRICT_TOOL])
+        assert refusal.value.param == "messages[1].tool_call_id"
+
+    def test_one_call_at_most_where_parallel_ones_are_not_wanted(
+        self, openai_client: OpenAI
+    ) -> None:
+        asked: dict[str, Any] = {**GREEDY, "messages": [WEATHER], **TWO_CALLS}
+        asked |= {"tools": [STRICT_TOOL], "parallel_tool_calls": False}
+        (choice,) = openai_client.chat.completions.create(**asked).choices
+        assert len(choice.message.tool_calls or ()) == 1
 
     def test_an_answer_follows_its_schema(self, openai_client: OpenAI) -> None:
         reply = openai_client.chat.completions.parse(**ASK, response_format=Sum)
@@ -340,6 +398,28 @@ class TestResponses:
         assert call.type == "function_call"
         items.append({"type": "function_call_output", "call_id": call.call_id, "output": SUNNY})
         assert "21" in create(**shared, input=items).output_text
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_round_trip_of_parallel_calls(self, openai_client: OpenAI, stream: bool) -> None:
+        shared: dict[str, Any] = {**GREEDY, "tools": [{**FLAT_TOOL, "strict": True}]}
+        asked: Any = {**shared, **TWO_CALLS, "input": WEATHER["content"], "max_output_tokens": 300}
+        if stream:
+            with openai_client.responses.stream(**asked) as events:
+                kinds = [each.type for each in events]
+                response = events.get_final_response()
+            assert kinds.count("response.function_call_arguments.done") == 2
+        else:
+            response = openai_client.responses.create(**asked)
+        calls = [each for each in response.output if each.type == "function_call"]
+        assert len({each.call_id for each in calls}) == 2
+        assert [json.loads(each.arguments) for each in calls] == [{"city": "Paris"}] * 2
+        outputs: Any = [
+            {"type": "function_call_output", "call_id": each.call_id, "output": SUNNY}
+            for each in calls
+        ]
+        create = openai_client.responses.create
+        told = create(**shared, input=outputs, previous_response_id=response.id)
+        assert "21" in told.output_text
 
     def test_what_the_limit_cuts_is_incomplete(self, openai_client: OpenAI) -> None:
         cut = openai_client.responses.create(**GREEDY, input=QUESTION, max_output_tokens=5)
