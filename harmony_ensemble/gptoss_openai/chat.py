@@ -14,6 +14,7 @@ from gptoss_openai.events import DONE, as_bytes, event, new_id
 from gptoss_openai.parameters import (
     COMPLETION,
     TOOLS,
+    VLLM,
     Field,
     Inputs,
     as_json,
@@ -26,10 +27,47 @@ from gptoss_openai.parameters import (
 )
 from gptoss_openai.usage import Usage
 
+
+def _messages(name: str, value: Any) -> bytes:
+    """Without what OpenAI's client adds to a message that it has read (`parse`, `stream`), since
+    it is sent back with it; what the model refused was text."""
+    messages = value
+    if isinstance(value, list):
+        messages = [_said(each) if _is_assistants(each) else each for each in value]
+    return as_json(name, messages)
+
+
+def _is_assistants(message: Any) -> bool:
+    return isinstance(message, dict) and message.get("role") == "assistant"
+
+
+def _said(message: Mapping[str, Any]) -> dict[str, Any]:
+    said = {name: value for name, value in message.items() if name != "parsed"}
+    if isinstance(calls := said.get("tool_calls"), list):
+        said["tool_calls"] = [_called(each) for each in calls]
+    if isinstance(parts := said.get("content"), list):
+        said["content"] = [_part(each) for each in parts]
+    return said
+
+
+def _called(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return call
+    kept = {name: value for name, value in function.items() if name != "parsed_arguments"}
+    return {**call, "function": kept}
+
+
+def _part(part: Any) -> Any:
+    if isinstance(part, dict) and part.get("type") == "refusal":
+        return {"type": "text", "text": part.get("refusal")}
+    return part
+
+
 _FIELDS: Mapping[str, Field] = {
     **COMPLETION,
     **TOOLS,
-    "messages": Field("messages", as_json),
+    "messages": Field("messages", _messages),
     "logprobs": Field("return_logprobs", flag),
     "top_logprobs": Field("top_logprobs", num_top),
 }
@@ -42,6 +80,16 @@ _UNBUILT: Mapping[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none",),
     "moderation": (),
+    **VLLM,
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
+    "continue_final_message": (False,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "echo": (False,),
+    "include_reasoning": (True,),
+    "mm_processor_kwargs": ({},),
 }
 
 

@@ -10,6 +10,7 @@ from gptoss_openai.errors import ApiError, Names, invalid, unsupported
 from gptoss_openai.events import DONE, event, new_id
 from gptoss_openai.parameters import (
     COMPLETION,
+    VLLM,
     Field,
     check,
     count,
@@ -29,7 +30,11 @@ _FIELDS: Mapping[str, Field] = {
     "logprobs": Field("top_logprobs", num_top),
 }
 _OWN = ("model", "prompt", "stream", "stream_options", "echo")
-_UNBUILT: Mapping[str, tuple[Any, ...]] = {"suffix": ("",), "best_of": (1,)}
+_UNBUILT: Mapping[str, tuple[Any, ...]] = {
+    **VLLM,
+    "suffix": ("",),
+    "add_special_tokens": (True, False),
+}
 
 
 class TextAnswer:

@@ -121,6 +121,34 @@ TOOLS: Mapping[str, Field] = {
     "reasoning_effort": Field("reasoning_effort", text),
     "response_format": Field("response_format", as_json),
 }
+# What clients of vLLM send beside, known and not built, with the values that ask for nothing.
+VLLM: Mapping[str, tuple[Any, ...]] = {
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "cache_salt": (),
+    "detokenize": (True,),
+    "guided_choice": (),
+    "guided_decoding_backend": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "kv_transfer_params": (),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "prompt_logprobs": (0,),
+    "request_id": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "stop_token_ids": ([],),
+    "structured_outputs": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+}
 # They say who asks, what to remember of it, or how to bill it.
 HARMLESS = (
     *("user", "metadata", "store", "service_tier", "safety_identifier"),

@@ -181,6 +181,52 @@ def test_refusals_name_the_field(fields: dict[str, Any], param: str, code: str) 
     assert param.partition(".")[0] in refusal.value.message
 
 
+def test_messages_come_back_as_the_clients_helpers_have_them() -> None:
+    """`parse` and `stream` of OpenAI's client add what they have read to what was said."""
+    function = {"name": "f", "arguments": "{}"}
+    call = {"id": "c", "type": "function", "function": {**function, "parsed_arguments": {}}}
+    refused = {"type": "refusal", "refusal": "No."}
+    given = [
+        *MESSAGES,
+        {"role": "assistant", "content": "", "parsed": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "x"}]},
+        {"role": "assistant", "content": [refused], "parsed": {"a": 1}, "tool_calls": None},
+    ]
+    content = _chat(messages=given).inputs["messages"]
+    assert isinstance(content, bytes)
+    assert json.loads(content) == [
+        *MESSAGES,
+        {"role": "assistant", "content": "", "tool_calls": [{**call, "function": function}]},
+        given[2],
+        {"role": "assistant", "content": [{"type": "text", "text": "No."}], "tool_calls": None},
+    ]
+    assert "parsed" in given[1]  # What a client gave is not changed.
+
+
+@pytest.mark.parametrize(
+    ("name", "neutral", "other"),
+    [
+        ("skip_special_tokens", True, False),
+        ("include_stop_str_in_output", False, True),
+        ("best_of", 1, 2),
+        ("length_penalty", 1.0, 2.0),
+        ("use_beam_search", False, True),
+        ("stop_token_ids", [], [7]),
+        ("add_generation_prompt", True, False),
+        ("continue_final_message", False, True),
+        ("include_reasoning", True, False),
+        ("chat_template_kwargs", {}, {"enable_thinking": False}),
+        ("structured_outputs", None, {"regex": "a"}),
+        ("guided_json", None, {"type": "object"}),
+    ],
+)
+def test_what_clients_of_vllm_send_is_known(name: str, neutral: Any, other: Any) -> None:
+    assert set(_chat(**{name: neutral}).inputs) == {"messages", "stream"}
+    with pytest.raises(ApiError) as refusal:
+        _chat(**{name: other})
+    assert (refusal.value.param, refusal.value.code) == (name, "unsupported_parameter")
+
+
 def test_sentences_have_the_clients_words() -> None:
     names = _chat(max_completion_tokens=2, response_format={"type": "json_object"}).names
     for sentence, said, param in (
