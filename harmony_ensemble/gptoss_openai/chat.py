@@ -148,7 +148,7 @@ class ChatAnswer:
         if reply.text or reply.logprobs:
             deltas.append(({"content": reply.text}, self._logprobs(reply)))
         if reply.tool_calls:
-            deltas.append(({"tool_calls": reply.tool_calls}, None))
+            deltas.append(({"tool_calls": reply.call_deltas}, None))
         chunks = [self._chunk(reply.index, *delta) for delta in deltas]
         if reply.finish_reason:
             chunks.append(self._chunk(reply.index, {}, None, reply.finish_reason))
@@ -209,6 +209,6 @@ def _message(reply: Reply) -> dict[str, Any]:
         # Whole calls, without the places that deltas have.
         message["tool_calls"] = [
             {name: value for name, value in call.items() if name != "index"}
-            for call in reply.tool_calls
+            for call in reply.call_deltas
         ]
     return message

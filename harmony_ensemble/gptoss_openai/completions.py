@@ -20,7 +20,7 @@ from gptoss_openai.parameters import (
     read_fields,
     text,
 )
-from gptoss_openai.usage import Usage
+from gptoss_openai.usage import Usage, num_characters
 
 DEFAULT_MAX_TOKENS = 16  # as OpenAI's
 
@@ -103,15 +103,14 @@ class TextAnswer:
         if reply.reasoning:
             choice["reasoning_content"] = reply.reasoning
         if reply.tool_calls:
-            choice["tool_calls"] = reply.tool_calls
+            choice["tool_calls"] = reply.call_deltas
         return choice
 
     def _logprobs(self, reply: Reply) -> dict[str, Any]:
         offsets: list[int] = []
         for entry in reply.logprobs:
             offsets.append(self._offset)
-            # A character counts once, where it begins, also if several tokens make it.
-            self._offset += sum(byte & 0xC0 != 0x80 for byte in entry["bytes"])
+            self._offset += num_characters(entry)
         return {
             "tokens": [entry["token"] for entry in reply.logprobs],
             "token_logprobs": [entry["logprob"] for entry in reply.logprobs],

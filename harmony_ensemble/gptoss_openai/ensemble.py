@@ -43,7 +43,9 @@ _CHANNEL = (
 class Reply:
     """One response of the ensemble; texts and counts are those of this response.
 
-    tool_calls: OpenAI's deltas. logprobs: OpenAI's entries, one a token of `text`.
+    tool_calls: OpenAI's deltas; `after` on a call's first says how much of this response's
+    reasoning and text stood before it, all of both where it is not there.
+    logprobs: OpenAI's entries, one a token of `text`.
     finish_reason: empty but on the last.
     """
 
@@ -57,6 +59,14 @@ class Reply:
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     num_reasoning_tokens: int = 0
+
+    @property
+    def call_deltas(self) -> list[dict[str, Any]]:
+        """OpenAI's alone."""
+        return [
+            {name: value for name, value in call.items() if name != "after"}
+            for call in self.tool_calls
+        ]
 
 
 class Ensemble:

@@ -30,7 +30,7 @@ from gptoss_openai.parameters import (
     tool_choice,
 )
 from gptoss_openai.store import ResponseStore, Stored, not_found
-from gptoss_openai.usage import Usage
+from gptoss_openai.usage import Usage, num_characters
 
 _FIELDS: Mapping[str, Field] = {
     **SAMPLING,
@@ -183,18 +183,22 @@ class _Output:
         self.sequence_number += 1
 
     def add(self, reply: Reply) -> None:
-        # A call that goes on was there before any text beside it.
+        """Items in the order in which the model made them: a call that goes on was there first."""
+        rest = _Texts(reply)
         num_calls = len(self._calls)
         for delta in reply.tool_calls:
-            if delta["index"] < num_calls:
-                self._add_call(delta)
-        if reply.reasoning:
-            self._add_text("reasoning", reply.reasoning, [])
-        if reply.text or reply.logprobs:
-            self._add_text("message", reply.text, reply.logprobs)
-        for delta in reply.tool_calls:
-            if delta["index"] >= num_calls:
-                self._add_call(delta)
+            if delta["index"] >= num_calls and "after" in delta:
+                self._add_texts(*rest.before(*delta["after"]))
+            elif delta["index"] >= num_calls:
+                self._add_texts(*rest.before(len(reply.reasoning), len(reply.text)))
+            self._add_call(delta)
+        self._add_texts(*rest.before(len(reply.reasoning), len(reply.text)))
+
+    def _add_texts(self, reasoning: str, text: str, logprobs: list[dict[str, Any]]) -> None:
+        if reasoning:
+            self._add_text("reasoning", reasoning, [])
+        if text or logprobs:
+            self._add_text("message", text, logprobs)
 
     def finish(self, *, is_cut: bool) -> None:
         if not is_cut and not any(each["type"] != "reasoning" for each in self._items):
@@ -204,6 +208,8 @@ class _Output:
     def _add_text(self, kind: str, delta: str, logprobs: list[dict[str, Any]]) -> None:
         if not (self._is_open and self._items[-1]["type"] == kind):
             self._close()
+            if any(each["type"] == kind for each in self._items):
+                delta = delta.removeprefix("\n")  # What sets messages apart in one text.
             self._open(_text_item(kind), _part(kind))
         (part,) = self._items[-1]["content"]
         part["text"] += delta
@@ -264,6 +270,36 @@ class _Output:
 
     def _emit_of_part(self, kind: str, **fields: Any) -> None:
         self._emit_of_item(kind, content_index=0, **fields)
+
+
+class _Texts:
+    """A reply's texts, and how much of them is left."""
+
+    def __init__(self, reply: Reply) -> None:
+        self._reply = reply
+        self._num_reasoning = self._num_text = 0
+        self._num_logprobs = self._place = 0  # of the first that is left, and its place in the text
+
+    def before(self, num_reasoning: int, num_text: int) -> tuple[str, str, list[dict[str, Any]]]:
+        """What has not been taken yet of this much reasoning and text, and the text's logprobs."""
+        reasoning = self._reply.reasoning[self._num_reasoning : num_reasoning]
+        text = self._reply.text[self._num_text : num_text]
+        self._num_reasoning, self._num_text = num_reasoning, num_text
+        return reasoning, text, self._take_logprobs(num_text)
+
+    def _take_logprobs(self, num_text: int) -> list[dict[str, Any]]:
+        entries, text = self._reply.logprobs, self._reply.text
+        begin, is_all = self._num_logprobs, num_text >= len(text)
+        while self._num_logprobs < len(entries):
+            entry = entries[self._num_logprobs]
+            # The line break between two messages is no token.
+            if text[self._place : self._place + 1] == "\n" and entry["bytes"][:1] != [10]:
+                self._place += 1
+            if self._place >= num_text and not is_all:
+                break
+            self._place += num_characters(entry)
+            self._num_logprobs += 1
+        return entries[begin : self._num_logprobs]
 
 
 def _text_item(kind: str) -> dict[str, Any]:

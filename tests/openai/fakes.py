@@ -89,17 +89,24 @@ def _joined(steps: Sequence[Step]) -> list[Step]:
     others: list[Step] = [step for step in steps if not isinstance(step, Reply)]
     if not replies or any(isinstance(step, str) for step in others):
         return others
-    calls: list[dict[str, Any]] = []
-    for delta in (call for reply in replies for call in reply.tool_calls):
-        if delta["index"] == len(calls):
-            calls.append(json.loads(json.dumps(delta)))
-        else:
-            arguments = delta["function"]["arguments"]
-            calls[delta["index"]]["function"]["arguments"] += arguments
+    calls: dict[int, dict[str, Any]] = {}
+    num_reasoning = num_text = 0
+    for reply in replies:
+        for delta in reply.tool_calls:
+            index = delta["index"]
+            if index in calls:
+                calls[index]["function"]["arguments"] += delta["function"]["arguments"]
+                continue
+            calls[index] = json.loads(json.dumps(delta))
+            if "id" in delta:
+                reasoning, text = delta.get("after", (len(reply.reasoning), len(reply.text)))
+                calls[index]["after"] = [num_reasoning + reasoning, num_text + text]
+        num_reasoning += len(reply.reasoning)
+        num_text += len(reply.text)
     whole = Reply(
         text="".join(each.text for each in replies),
         reasoning="".join(each.reasoning for each in replies),
-        tool_calls=calls,
+        tool_calls=[*calls.values()],
         logprobs=[entry for each in replies for entry in each.logprobs],
         finish_reason=replies[-1].finish_reason,
         num_input_tokens=replies[-1].num_input_tokens,

@@ -348,6 +348,13 @@ def test_an_answer_without_a_word_is_an_empty_text_and_a_call_has_none() -> None
     assert called["message"]["content"] is None
 
 
+def test_where_a_call_stood_is_not_told() -> None:
+    reply = Reply(text="a", tool_calls=[{**CALL, "after": [0, 0]}], finish_reason="tool_calls")
+    assert b"after" not in _chat(stream=True).push(reply)
+    (choice,) = _chat().whole([reply])["choices"]
+    assert "after" not in choice["message"]["tool_calls"][0]
+
+
 def test_whole_calls_have_no_places() -> None:
     (choice,) = _chat().whole([joined(REPLIES)])["choices"]
     first, second = choice["message"]["tool_calls"]

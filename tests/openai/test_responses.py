@@ -317,17 +317,67 @@ def test_events_come_in_pairs_and_add_up(store: ResponseStore, seed: int) -> Non
         assert any(each["type"] != "reasoning" for each in done)
 
 
+def _without_ids(response: dict[str, Any]) -> dict[str, Any]:
+    output = [{**each, "id": ""} for each in response["output"]]
+    return {**response, "id": "", "created_at": 0, "completed_at": 0, "output": output}
+
+
 @pytest.mark.parametrize("replies", [REPLIES, HELLO, HELLO[-1:]])
 def test_streamed_and_whole_agree(store: ResponseStore, replies: list[Reply]) -> None:
     streamed = _events(_ask(store, stream=True), replies)[-1]["response"]
     whole = _ask(store).whole([joined(replies)])
     Response.model_validate(whole)
+    assert _without_ids(streamed) == _without_ids(whole)
 
-    def without_ids(response: dict[str, Any]) -> dict[str, Any]:
-        output = [{**each, "id": ""} for each in response["output"]]
-        return {**response, "id": "", "created_at": 0, "completed_at": 0, "output": output}
 
-    assert without_ids(streamed) == without_ids(whole)
+def _call(index: int, **more: Any) -> dict[str, Any]:
+    function = {"name": "f", "arguments": "{}"}
+    return {"index": index, "id": f"c{index}", "type": "function", "function": function, **more}
+
+
+def _says(*tokens: str) -> dict[str, Any]:
+    entry: dict[str, Any] = {"logprob": -0.5, "top_logprobs": []}
+    return {"logprobs": [{"token": each, "bytes": [*each.encode()], **entry} for each in tokens]}
+
+
+# By turns, as a model may: it thinks and speaks, and calls, more than once.
+TURNS = [
+    Reply(reasoning="One."),
+    Reply(text="Wait.", **_says("Wait", ".")),
+    Reply(tool_calls=[_call(0)]),
+    Reply(reasoning="\nTwo."),
+    Reply(tool_calls=[_call(1)]),
+    Reply(text="\nAh, é", **_says("Ah", ", é")),
+    Reply(tool_calls=[_call(2)]),
+    Reply(text="\n\nx\n", **_says("\n", "x", "\n")),
+    Reply(tool_calls=[_call(3)]),
+    Reply(text="\ny", **_says("y"), finish_reason="tool_calls"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_items_stand_as_they_arrived(store: ResponseStore, stream: bool) -> None:
+    replies = TURNS if stream else [joined(TURNS)]
+    events = _events(_ask(store, stream=True), replies)
+    output = events[-1]["response"]["output"]
+    said = [
+        each["call_id"] if each["type"] == "function_call" else each["content"][0]["text"]
+        for each in output
+    ]
+    assert said == ["One.", "Wait.", "c0", "Two.", "c1", "Ah, é", "c2", "\nx\n", "c3", "y"]
+    added = [each for each in events if each["type"] == "response.output_item.added"]
+    assert [each["output_index"] for each in added] == [*range(10)]
+    assert [each["item"]["id"] for each in added] == [each["id"] for each in output]
+    logprobs = [each["content"][0]["logprobs"] for each in output if each["type"] == "message"]
+    tokens = [[entry["token"] for entry in each] for each in logprobs]
+    assert tokens == [["Wait", "."], ["Ah", ", é"], ["\n", "x", "\n"], ["y"]]
+
+
+def test_a_stream_that_came_in_few_pieces_has_the_same_items(store: ResponseStore) -> None:
+    whole = _without_ids(_ask(store, stream=True).whole(TURNS))
+    for cut in range(1, len(TURNS)):
+        pieces = [joined(TURNS[:cut]), joined(TURNS[cut:])]
+        assert _without_ids(_ask(store, stream=True).whole(pieces)) == whole
 
 
 def test_an_empty_answer_is_an_empty_message(store: ResponseStore) -> None:

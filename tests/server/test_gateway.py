@@ -401,11 +401,14 @@ class TestResponses:
         asked: Any = {**shared, **TWO_CALLS, "input": WEATHER["content"], "max_output_tokens": 300}
         if stream:
             with openai_client.responses.stream(**asked) as events:
-                kinds = [each.type for each in events]
+                told = [each.type for each in events]
                 response = events.get_final_response()
-            assert kinds.count("response.function_call_arguments.done") == 2
+            assert told.count("response.function_call_arguments.done") == 2
         else:
             response = openai_client.responses.create(**asked)
+        # The demo thinks before each of them.
+        kinds = [each.type for each in response.output]
+        assert kinds == ["reasoning", "function_call"] * 2
         calls = [each for each in response.output if each.type == "function_call"]
         assert len({each.call_id for each in calls}) == 2
         assert [json.loads(each.arguments) for each in calls] == [{"city": "Paris"}] * 2
@@ -414,8 +417,8 @@ class TestResponses:
             for each in calls
         ]
         create = openai_client.responses.create
-        told = create(**shared, input=outputs, previous_response_id=response.id)
-        assert "21" in told.output_text
+        answer = create(**shared, input=outputs, previous_response_id=response.id)
+        assert "21" in answer.output_text
 
     def test_what_the_limit_cuts_is_incomplete(self, openai_client: OpenAI) -> None:
         cut = openai_client.responses.create(**GREEDY, input=QUESTION, max_output_tokens=5)
