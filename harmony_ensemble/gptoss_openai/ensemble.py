@@ -6,6 +6,7 @@ the same reason a stream stays open for the next request: to open one takes a mi
 """
 
 import asyncio
+import contextlib
 import json
 import struct
 from collections.abc import AsyncGenerator, Callable
@@ -161,6 +162,7 @@ class _Connection:
         An idle stream may have broken meanwhile, which shows only now.
         """
         while True:
+            self._check()
             is_idle = bool(self._idle)
             call = self._idle.pop() if is_idle else self._stub.ModelStreamInfer()
             try:
@@ -184,6 +186,7 @@ class _Connection:
 
         ApiError when it does not come within `seconds`, or the server is lost.
         """
+        self._check()
         try:
             async with asyncio.timeout(seconds) as limit:
                 self.waiting.add(limit)
@@ -194,12 +197,15 @@ class _Connection:
                 finally:
                     self.waiting.remove(limit)
         except TimeoutError:
-            if self._lost:
-                raise ApiError(503, self._lost) from None
+            self._check()
             sentence = f"the model's server has said nothing for {seconds:g} seconds"
             raise ApiError(504, sentence) from None
         self.num_heard += 1
         return response
+
+    def _check(self) -> None:
+        if self._lost:
+            raise ApiError(503, self._lost)
 
     def release(self, call: Any, *, is_free: bool) -> None:
         """is_free: whether the stream may serve another request."""
@@ -216,8 +222,10 @@ class _Connection:
         # Each is woken by its limit: a stream that is cancelled before it began wakes nobody.
         for limit in self.waiting:
             limit.reschedule(asyncio.get_running_loop().time())
-        while self.waiting:
-            await asyncio.sleep(0.01)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1):
+                while self.waiting:
+                    await asyncio.sleep(0.01)
         await self.channel.close()
 
 

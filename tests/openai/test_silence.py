@@ -89,6 +89,21 @@ def test_an_ensemble_that_is_gone_without_a_word_is_noticed(stream: bool) -> Non
         assert relay.num_connections == before + 1
 
 
+def test_who_read_slowly_when_it_was_gone_is_told_too() -> None:
+    relay = Relay()
+    with running(relay=relay, peer_seconds=0.8, slow_reader_seconds=60) as stack:
+        stack.fake.script = lambda _: LONG
+        with stack.connect({"stream": True}) as client:
+            assert client.recv(100)
+            stack.fake.script = lambda _: ANSWER
+            _wait_until_held(stack)
+            relay.is_silent = True
+            assert stack.chat().status == 503
+            began = time.monotonic()
+            assert b"does not answer" in _read_to_the_end(client)
+            assert time.monotonic() - began < 10
+
+
 def test_a_request_to_an_ensemble_that_is_gone_is_not_held() -> None:
     relay = Relay()
     with running(relay=relay, peer_seconds=0.8) as stack:
