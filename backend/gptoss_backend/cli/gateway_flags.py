@@ -31,8 +31,8 @@ KeyFile = Annotated[
 ModelName = Annotated[
     str | None,
     typer.Option(
-        help="What clients call the model. [default: gpt-oss-demo, or the checkpoint's folder]",
-        show_default=False,
+        help="What clients call the model.",
+        show_default="gpt-oss-demo, or the checkpoint's folder",
         rich_help_panel=_PANEL,
     ),
 ]
@@ -48,9 +48,8 @@ AllowedHosts = Annotated[
     list[str] | None,
     typer.Option(
         help="A host name that requests may be sent to, without a port; * is any, loopback this "
-        "machine's own. [default: loopback if it listens on such an address and has no keys, else "
-        "any]",
-        show_default=False,
+        "machine's own.",
+        show_default="loopback on such an address without keys, else any",
         rich_help_panel=_PANEL,
     ),
 ]
