@@ -277,6 +277,8 @@ class _Exchange:
     async def _fail(self, error: ApiError) -> None:
         with contextlib.suppress(_ReaderIsGone):
             if self.began_at:
+                if not self._reason:  # Its status, 200, would not tell.
+                    self._metrics.cut.labels("failed").inc()
                 await self._write(self._answer.fail(error), is_last=True)
             else:
                 await self._respond(error.status, as_bytes(error.body()), error.headers)

@@ -104,11 +104,15 @@ def test_a_deadline_is_499_and_in_a_stream_an_error_and_the_end(stack: Stack, pa
 
 def test_a_failure_in_a_stream_is_an_error_event_and_the_end(stack: Stack) -> None:
     stack.fake.script = lambda _: [Reply(text="a"), "the model's logits are not numbers"]
+    failed = 'gptoss:gateway_cut_answers_total{reason="failed"}'
+    before = stack.metric(failed)
     answer = stack.chat(stream=True)
     assert answer.status == 200
+    assert stack.metric(failed) == before + 1
     assert answer.events[-2]["error"]["code"] == "internal_error"
     assert answer.events[-1] == "[DONE]"
     assert stack.chat().status == 500
+    assert stack.metric(failed) == before + 1  # Its status tells of it.
     stack.fake.script = lambda _: ANSWER
     assert stack.chat().status == 200
 
