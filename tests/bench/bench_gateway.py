@@ -3,7 +3,8 @@
     python tests/bench/bench_gateway.py [--requests 300] [--output lines.jsonl]
         [--url host:port --openai http://host:port]
 
-The same prompt goes both ways in turns, one token each, so that a busy machine slows both: over a
+The same prompt goes both ways in turns, one token each, so that a busy machine slows both, and each
+way is the first in half of the pairs: what follows at once meets the end of what was before. Over a
 gRPC stream that stays open (`ChatClient`), and as a streamed chat completion over a kept HTTP
 connection, until its first event: a plain socket, since http.client's reading of a head, 0.3 ms
 beside a busy engine, is no gateway's cost. Medians, and the median of the differences; then a JSON
@@ -107,10 +108,15 @@ def _measure(url: str, openai: str, num_requests: int) -> dict[str, str | float]
         return ended.pop() - began
 
     with ChatClient(url) as client:
-        pairs = [
-            (seconds(by_grpc, text), seconds(by_http, text))
-            for text in (f"What is {number % 90 + 10} + 25?" for number in range(num_requests))
-        ][_WARM_UP:]
+        pairs: list[tuple[float, float]] = []
+        for number in range(num_requests):
+            text = f"What is {number % 90 + 10} + 25?"
+            ways = [by_grpc, by_http]
+            if number % 2:
+                ways.reverse()
+            took = {way: seconds(way, text) for way in ways}
+            pairs.append((took[by_grpc], took[by_http]))
+        del pairs[:_WARM_UP]
     return {
         "benchmark": "gateway",
         "requests": len(pairs),
