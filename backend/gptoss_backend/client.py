@@ -56,7 +56,7 @@ class ChatClient:
     """
 
     def __init__(self, url: str) -> None:
-        is_local = url.startswith(("127.0.0.1:", "localhost:"))
+        is_local = url.startswith(("127.0.0.1:", "localhost:", "[::1]:"))
         options = [*_ANY_LENGTH, *(_NO_PROXY if is_local else ())]
         self._channel = grpc.insecure_channel(url, options)
         self._service = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)

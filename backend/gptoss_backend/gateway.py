@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from gptoss_backend.address import authority, family
 from gptoss_backend.installation import ServerError
 
 GROUP = "gptoss.gateways"
@@ -63,8 +64,7 @@ def bind(host: str, port: int, flag: str) -> socket.socket:
 
     Until it does, whoever connects is refused.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family)
+    listener = socket.socket(family(host))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
@@ -109,10 +109,7 @@ class Gateway:
     @property
     def url(self) -> str:
         """For a client on this machine, for instance `http://127.0.0.1:9000`."""
-        host, port = self._listener.getsockname()[:2]
-        if host in ("0.0.0.0", "::"):
-            host = "127.0.0.1" if host == "0.0.0.0" else "::1"
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return f"http://{authority(*self._listener.getsockname()[:2])}"
 
     def start(self) -> None:
         number = self._listener.fileno()

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from gptoss_backend.address import authority, bracketed, family
 from gptoss_backend.installation import (
     Installation,
     ServerError,
@@ -80,7 +81,7 @@ class Ports:
             )
         for name in ("http", "grpc", "metrics"):
             port = getattr(self, name)
-            with socket.socket() as probe:
+            with socket.socket(family(self.host)) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 try:
                     probe.bind((self.host, port))
@@ -92,8 +93,13 @@ class Ports:
 
     def url(self, name: str) -> str:
         """What a client on this machine connects to, for instance `127.0.0.1:8001`."""
-        host = "127.0.0.1" if self.host == "0.0.0.0" else self.host
-        return f"{host}:{getattr(self, name)}"
+        return authority(self.host, getattr(self, name))
+
+    def address(self, name: str) -> str:
+        """The host as tritonserver's flag wants it: its HTTP servers know IPv6 by a word."""
+        if name != "grpc" and ":" in self.host:
+            return f"ipv6:{self.host}"
+        return bracketed(self.host)
 
 
 def sweep_leftovers() -> None:
@@ -189,7 +195,7 @@ class TritonServer:
             *("--disable-auto-complete-config", "--exit-timeout-secs=2"),
         ]
         for name in ("http", "grpc", "metrics"):
-            command += [f"--{name}-address={self.ports.host}"]
+            command += [f"--{name}-address={self.ports.address(name)}"]
             command += [f"--{name}-port={getattr(self.ports, name)}"]
         if installation.backend_folder:
             command.append(f"--backend-directory={installation.backend_folder}")

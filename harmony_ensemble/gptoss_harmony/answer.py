@@ -127,6 +127,8 @@ class Answer:
         return reply
 
     def _add(self, reply: Reply, delta: ChatDelta) -> None:
+        if delta.channel != "tool_call" and delta.text:
+            _place_calls(reply)
         if delta.channel == "reasoning":
             reply.reasoning_output += delta.text
         elif delta.channel == "content":
@@ -179,3 +181,10 @@ class Answer:
             "logprob": logprob,
             "bytes": list(text),
         }
+
+
+def _place_calls(reply: Reply) -> None:
+    """Where calls stand among a reply's texts, which follow them from now on."""
+    for call in reply.tool_calls:
+        if "id" in call:
+            call.setdefault("after", [len(reply.reasoning_output), len(reply.text_output)])

@@ -258,7 +258,7 @@ def _tool_calls(
     call_ids: set[str] = set()
     for number, call in enumerate(calls):
         where = f"{path}[{number}]"
-        fields = _object(where, call, ("id", "type", "function", "index"))
+        fields = _object(where, call, ("id", "type", "function", "index", "after"))
         call_id = check_text(f"{where}.id", fields.get("id"))
         if not call_id:
             raise InvalidChat(f"{where}.id is empty")

@@ -28,6 +28,7 @@ from gptoss_openai.ensemble import Ensemble
 from gptoss_openai.errors import ApiError
 from gptoss_openai.events import as_bytes, new_id
 from gptoss_openai.exchange import Exchanges, Message, Receive, Scope, Send, check_model
+from gptoss_openai.hosts import check_host
 from gptoss_openai.metrics import CONTENT_TYPE, GatewayMetrics
 from gptoss_openai.responses import ResponseAnswer
 from gptoss_openai.store import ResponseStore, not_found
@@ -41,7 +42,7 @@ class Gateway:
     """The ASGI application, and what it holds."""
 
     def __init__(
-        self, config: GatewayConfig, connect: Callable[[str], Ensemble] = Ensemble
+        self, config: GatewayConfig, connect: Callable[[GatewayConfig], Ensemble] = Ensemble
     ) -> None:
         self.config = config
         self.store = ResponseStore(config.max_stored_responses, config.max_stored_bytes)
@@ -50,10 +51,17 @@ class Gateway:
         self.is_draining = False
         self._connect = connect
         self._created = int(time.time())
+        route = self.exchanges.route
+        # Routes that answer: looked up by their path alone, since Starlette's way to them takes
+        # half as long again as all checks of a request.
+        self.answering = {
+            "/v1/chat/completions": route("chat", self._chat),
+            "/v1/completions": route("completions", self._text),
+            "/v1/responses": route("responses", self._respond),
+        }
         self.app = self._application()
 
     def _application(self) -> Starlette:
-        route = self.exchanges.route
         middleware = [Middleware(_Guard, gateway=self)]
         if self.config.cors_origins:
             cors = Middleware(
@@ -66,9 +74,7 @@ class Gateway:
             middleware.insert(0, cors)
         app = Starlette(
             routes=[
-                Route("/v1/chat/completions", route("chat", self._chat), methods=["POST"]),
-                Route("/v1/completions", route("completions", self._text), methods=["POST"]),
-                Route("/v1/responses", route("responses", self._respond), methods=["POST"]),
+                *(Route(path, app, methods=["POST"]) for path, app in self.answering.items()),
                 Route("/v1/responses/{response_id}", self._stored, methods=["GET", "DELETE"]),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{model:path}", self._model),
@@ -88,7 +94,7 @@ class Gateway:
 
     @asynccontextmanager
     async def _lifespan(self, _app: Starlette) -> AsyncGenerator[None, None]:
-        self.exchanges.ensemble = self._connect(self.config.url)
+        self.exchanges.ensemble = self._connect(self.config)
         yield
         await self.exchanges.ensemble.close()
 
@@ -135,31 +141,32 @@ class Gateway:
 
 
 class _Guard:
-    """Before any route: an id for the request, its key, how many are open; and it counts."""
+    """Before any route: an id for the request, its host, its key, how many are open; it counts."""
 
     def __init__(self, app: Callable[..., Awaitable[None]], gateway: Gateway) -> None:
         self._app = app
         self._metrics = gateway.metrics
         self._max_open = gateway.config.max_open_requests
         self._keys = [each.encode() for each in gateway.config.api_keys]
+        self._hosts = gateway.config.allowed_hosts
+        self._answering = gateway.answering
         self._num_open = 0
+        gateway.metrics.open_requests.set_function(lambda: self._num_open)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = new_id("req_").encode()
         status = 499  # of who leaves before the answer begins
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+                message["headers"].append((b"x-request-id", new_id("req_").encode()))
             await send(message)
 
         self._num_open += 1
-        self._metrics.open_requests.inc()
         try:
             await self._enter(scope, receive, send_with_id)
         except Exception:
@@ -167,22 +174,29 @@ class _Guard:
             raise
         finally:
             self._num_open -= 1
-            self._metrics.open_requests.dec()
             route = scope.get("path", "") if "endpoint" in scope else "unknown"
             self._metrics.requests.labels(_route_name(route), status).inc()
 
     async def _enter(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._check(scope)
+            app = self._answering.get(scope["path"]) if scope["method"] == "POST" else None
+            if app is None:
+                await self._app(scope, receive, send)
+            else:
+                scope["endpoint"] = app
+                await app(scope, receive, send)
+        except ApiError as error:
+            await _error_response(error)(scope, receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        if self._hosts:
+            header = dict(scope["headers"]).get(b"host", b"")
+            check_host(header.decode("latin-1"), self._hosts)
         if scope["path"].startswith("/v1/"):
-            try:
-                scope.setdefault("state", {})["owner"] = self._owner(scope)
-                if self._num_open > self._max_open:
-                    raise ApiError(
-                        503, f"{self._max_open} requests are open, as many as are allowed"
-                    )
-            except ApiError as error:
-                await _error_response(error)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+            scope.setdefault("state", {})["owner"] = self._owner(scope)
+            if self._num_open > self._max_open:
+                raise ApiError(503, f"{self._max_open} requests are open, as many as are allowed")
 
     def _owner(self, scope: Scope) -> str:
         """Whose the request is: a digest of its key, empty where there are no keys."""

@@ -10,25 +10,31 @@ from gptoss_openai.errors import ApiError, Names, invalid, unsupported
 from gptoss_openai.events import DONE, event, new_id
 from gptoss_openai.parameters import (
     COMPLETION,
+    VLLM,
     Field,
     check,
+    count,
     flag,
     includes_usage,
-    int32,
+    num_top,
     read_fields,
     text,
 )
-from gptoss_openai.usage import Usage
+from gptoss_openai.usage import Usage, num_characters
 
 DEFAULT_MAX_TOKENS = 16  # as OpenAI's
 
 _FIELDS: Mapping[str, Field] = {
     **COMPLETION,
-    "max_tokens": Field("max_tokens", int32),
-    "logprobs": Field("top_logprobs", int32),
+    "max_tokens": Field("max_tokens", count),
+    "logprobs": Field("top_logprobs", num_top),
 }
 _OWN = ("model", "prompt", "stream", "stream_options", "echo")
-_UNBUILT: Mapping[str, tuple[Any, ...]] = {"suffix": ("",), "best_of": (1,)}
+_UNBUILT: Mapping[str, tuple[Any, ...]] = {
+    **VLLM,
+    "suffix": ("",),
+    "add_special_tokens": (True, False),
+}
 
 
 class TextAnswer:
@@ -97,15 +103,14 @@ class TextAnswer:
         if reply.reasoning:
             choice["reasoning_content"] = reply.reasoning
         if reply.tool_calls:
-            choice["tool_calls"] = reply.tool_calls
+            choice["tool_calls"] = reply.call_deltas
         return choice
 
     def _logprobs(self, reply: Reply) -> dict[str, Any]:
         offsets: list[int] = []
         for entry in reply.logprobs:
             offsets.append(self._offset)
-            # A character counts once, where it begins, also if several tokens make it.
-            self._offset += sum(byte & 0xC0 != 0x80 for byte in entry["bytes"])
+            self._offset += num_characters(entry)
         return {
             "tokens": [entry["token"] for entry in reply.logprobs],
             "token_logprobs": [entry["logprob"] for entry in reply.logprobs],
@@ -124,5 +129,6 @@ def _read_prompt(prompt: Any) -> str:
         if len(prompt) != 1 or not isinstance(prompt[0], str):
             raise unsupported("prompt", "must be one text: several, or token ids, are not built")
         (prompt,) = prompt
-    text("prompt", prompt)
+    if not text("prompt", prompt):
+        raise invalid("prompt", "must not be empty")
     return prompt

@@ -110,15 +110,13 @@ class _Route:
         began = time.monotonic()
         answer = await self._answer(body, scope["state"]["owner"])
         del body  # An answer may take minutes.
-        first_byte = self._exchanges.metrics.first_byte.labels(self._name)
-        exchange = _Exchange(
-            self._exchanges,
-            answer,
-            receive,
-            send,
-            lambda: first_byte.observe(time.monotonic() - began),
-        )
-        await self._exchanges.run(exchange)
+        exchange = _Exchange(self._exchanges, answer, receive, send)
+        try:
+            await self._exchanges.run(exchange)
+        finally:
+            if exchange.began_at:
+                seconds = exchange.began_at - began
+                self._exchanges.metrics.first_byte.labels(self._name).observe(seconds)
 
     async def _answer(self, raw: bytes, owner: str) -> Answer:
         is_large = len(raw) > _LARGE_BYTES
@@ -161,7 +159,7 @@ async def read_body(scope: Scope, receive: Receive, config: GatewayConfig) -> by
                     break
     except TimeoutError:
         raise ApiError(
-            408, f"the body must arrive within {config.body_seconds:g} seconds", code="timeout"
+            408, f"the body must arrive within {config.body_seconds:g} seconds"
         ) from None
     if num_bytes > limit:
         raise ApiError(413, f"the body must be at most {limit} bytes", code="body_too_large")
@@ -175,8 +173,21 @@ async def read_body(scope: Scope, receive: Receive, config: GatewayConfig) -> by
     return b"".join(parts)
 
 
+def _checked(reply: Reply) -> Reply:
+    if reply.finish_reason in ("abort", "error"):
+        raise ApiError(
+            499, "the answer was cancelled: its deadline has passed, or the server stops"
+        )
+    return reply
+
+
 class _Exchange:
-    """An answer on its way to one client."""
+    """An answer on its way to one client. began_at: of what the model said; 0 before.
+
+    The task that answers ends by itself, or it is cancelled: once, for the reason that came first.
+    """
+
+    began_at = 0.0
 
     def __init__(
         self,
@@ -184,7 +195,6 @@ class _Exchange:
         answer: Answer,
         receive: Receive,
         send: Send,
-        on_first_byte: Callable[[], None],
     ) -> None:
         self._config = exchanges.config
         self._metrics = exchanges.metrics
@@ -192,35 +202,40 @@ class _Exchange:
         self._answer = answer
         self._receive = receive
         self._send = send
-        self._on_first_byte = on_first_byte
-        self._has_begun = False
-        self._is_cut = False
         self._sent_at = time.monotonic()
-        self._work: asyncio.Task[None]
+        self._work: asyncio.Task[Any] | None = None
+        self._reason = ""
+        self._has_ended = False
 
     async def run(self) -> None:
         """Until the answer has ended, or its client is gone."""
-        self._work = asyncio.create_task(self._run())
+        self._work = asyncio.current_task()
         leaving = asyncio.create_task(self._wait_until_gone())
         try:
-            await asyncio.wait((self._work, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if not self._work.done():
-                self._metrics.cut.labels("client_gone").inc()
+            await self._run()
+        except asyncio.CancelledError:
+            if not (self._reason and self._work):
+                raise
+            self._work.uncancel()
+            self._metrics.cut.labels(self._reason).inc()
+            if self._reason == "shutdown":
+                await self._fail(_shutting_down())
         finally:
-            for task in (leaving, self._work):
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
+            leaving.cancel()
 
     def cut(self) -> None:
-        """Once: another time would cut the error that tells of it."""
-        if not self._is_cut:
-            self._is_cut = True
-            self._work.cancel()
+        """The gateway stops. Once: another time would cut the error that tells of it."""
+        self._end("shutdown")
 
     async def _wait_until_gone(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
+        self._end("client_gone")
+
+    def _end(self, reason: str) -> None:
+        if self._work and not (self._reason or self._has_ended):
+            self._reason = reason
+            self._work.cancel()
 
     async def _run(self) -> None:
         try:
@@ -232,50 +247,38 @@ class _Exchange:
         except Exception:
             log.exception("an answer failed")
             await self._fail(ApiError(500, "the gateway failed; its log says how"))
-        except asyncio.CancelledError:
-            if not self._is_cut:
-                raise
-            self._work.uncancel()
-            self._metrics.cut.labels("shutdown").inc()
-            await self._fail(_shutting_down())
 
     async def _whole(self) -> None:
-        async with aclosing(self._replies()) as replies:
-            answer = self._answer.whole([reply async for reply in replies])
-        self._on_first_byte()
+        async with aclosing(self._ask()) as replies:
+            answer = self._answer.whole([_checked(reply) async for reply in replies])
+        self.began_at = time.monotonic()
         await self._respond(200, as_bytes(answer))
 
     async def _stream(self) -> None:
-        async with aclosing(self._replies()) as replies:
+        async with aclosing(self._ask()) as replies:
             async for reply in replies:
-                content = self._answer.push(reply)
+                content = self._answer.push(_checked(reply))
                 if not content and time.monotonic() - self._sent_at > _KEEP_ALIVE_SECONDS:
                     content = KEEP_ALIVE
                 # The headers wait for the first sign of life: a refusal has a status of its own.
-                if not self._has_begun:
-                    await self._begin()
+                if not self.began_at:
+                    self.began_at = time.monotonic()
+                    await self._begin(200, [*_SSE])
                 if content:
                     await self._write(content)
         await self._write(self._answer.end(), is_last=True)
 
-    async def _replies(self) -> AsyncGenerator[Reply, None]:
-        async with aclosing(self._ensemble.ask(self._answer.inputs, self._answer.names)) as replies:
-            async for reply in replies:
-                if reply.finish_reason in ("abort", "error"):
-                    raise ApiError(
-                        499,
-                        "the answer was cancelled: its deadline has passed, or the server stops",
-                    )
-                yield reply
+    def _ask(self) -> AsyncGenerator[Reply, None]:
+        return self._ensemble.ask(self._answer.inputs, self._answer.names)
 
-    async def _begin(self) -> None:
-        self._has_begun = True
-        self._on_first_byte()
-        await self._put({"type": "http.response.start", "status": 200, "headers": [*_SSE]})
+    async def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        await self._put({"type": "http.response.start", "status": status, "headers": headers})
 
     async def _fail(self, error: ApiError) -> None:
         with contextlib.suppress(_ReaderIsGone):
-            if self._has_begun:
+            if self.began_at:
+                if not self._reason:  # Its status, 200, would not tell.
+                    self._metrics.cut.labels("failed").inc()
                 await self._write(self._answer.fail(error), is_last=True)
             else:
                 await self._respond(error.status, as_bytes(error.body()), error.headers)
@@ -285,12 +288,13 @@ class _Exchange:
     ) -> None:
         pairs = {"content-type": "application/json", "content-length": str(len(body))}
         lines = [(k.encode(), v.encode()) for k, v in {**pairs, **(headers or {})}.items()]
-        await self._put({"type": "http.response.start", "status": status, "headers": lines})
+        await self._begin(status, lines)
         await self._write(body, is_last=True)
 
     async def _write(self, content: bytes, *, is_last: bool = False) -> None:
         await self._put({"type": "http.response.body", "body": content, "more_body": not is_last})
         self._sent_at = time.monotonic()
+        self._has_ended = is_last
 
     async def _put(self, message: Message) -> None:
         try:

@@ -13,18 +13,22 @@ from gptoss_openai.errors import invalid, unsupported
 Message = dict[str, Any]
 
 
+Places = dict[str, str]
+"""Where a message and its parts came from, by the path in it (`Names`)."""
+
+
 class Messages:
-    """Messages, and the path of the item that each came from."""
+    """Messages, and the paths of the items that each came from."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
-        self.origins: list[str] = []
+        self.origins: list[Places] = []
         # The assistant's message that the next item may belong to.
         self._turn: Message | None = None
 
-    def add(self, message: Message, origin: str) -> None:
+    def add(self, message: Message, places: Places) -> None:
         self._turn = None
-        self._append(message, origin)
+        self._append(message, places)
 
     def add_items(self, items: Sequence[Any], path: str) -> None:
         for number, item in enumerate(items):
@@ -33,9 +37,9 @@ class Messages:
                 raise invalid(where, f"must be an object, got {shown(item)}")
             self._add_item(item, where)
 
-    def _append(self, message: Message, origin: str) -> None:
+    def _append(self, message: Message, places: Places) -> None:
         self.messages.append(message)
-        self.origins.append(origin)
+        self.origins.append(places)
 
     def _add_item(self, item: Mapping[str, Any], path: str) -> None:
         kind = item.get("type") or ("message" if "role" in item else None)
@@ -45,17 +49,23 @@ class Messages:
                 self._part("content", path)["content"] = content
             case "message":
                 content = _content(item.get("content"), f"{path}.content")
-                self.add({"role": item.get("role"), "content": content}, path)
+                self.add({"role": item.get("role"), "content": content}, {"": path})
             case "reasoning":
                 self._add_reasoning(item, path)
             case "function_call":
                 function = {"name": item.get("name"), "arguments": item.get("arguments")}
                 call = {"id": item.get("call_id"), "type": "function", "function": function}
-                self._part("tool_calls", path).setdefault("tool_calls", []).append(call)
+                calls = self._part("tool_calls", path).setdefault("tool_calls", [])
+                where = f".tool_calls[{len(calls)}]"
+                self.origins[-1] |= {f"{where}.function": path, f"{where}.id": f"{path}.call_id"}
+                calls.append(call)
             case "function_call_output":
                 content = _content(item.get("output"), f"{path}.output")
                 call_id = item.get("call_id")
-                self.add({"role": "tool", "tool_call_id": call_id, "content": content}, path)
+                self.add(
+                    {"role": "tool", "tool_call_id": call_id, "content": content},
+                    {"": path, ".tool_call_id": f"{path}.call_id", ".content": f"{path}.output"},
+                )
             case _:
                 raise unsupported(
                     f"{path}.type",
@@ -74,15 +84,16 @@ class Messages:
         if text := "".join(texts):
             self._part("reasoning_content", path)["reasoning_content"] = text
 
-    def _part(self, kind: str, origin: str) -> Message:
+    def _part(self, kind: str, path: str) -> Message:
         """The message of the turn that a part of this kind belongs to: they come in this order."""
         order = ("reasoning_content", "content", "tool_calls")
         later = order[order.index(kind) + (kind == "tool_calls") :]
         turn = self._turn
         if turn is None or any(turn.get(each) for each in later):
             turn = {"role": "assistant", "content": None}
-            self._append(turn, origin)
+            self._append(turn, {"": path})
             self._turn = turn
+        self.origins[-1][f".{kind}"] = f"{path}.content"
         return turn
 
 

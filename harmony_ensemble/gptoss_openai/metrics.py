@@ -38,7 +38,8 @@ class GatewayMetrics:
         )
         self.cut = Counter(
             "gptoss:gateway_cut_answers",
-            "Answers that ended early: the client left or did not read, or the gateway stopped",
+            "Answers that ended early: the client left or did not read, the model's server failed "
+            "in a stream, or the gateway stopped",
             ("reason",),
             registry=self._registry,
         )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from gptoss_harmony.chat import check_stop_words
-from gptoss_harmony.request import read_request
+from gptoss_harmony.request import MAX_TOP_LOGPROBS, read_request
 from gptoss_harmony.types import InvalidChat, UnsupportedChat, nearest, shown
 from gptoss_openai.errors import ApiError, Names, invalid, unsupported
 
@@ -69,39 +69,85 @@ def as_json(_name: str, value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False).encode()
 
 
-def _text_or_json(name: str, value: Any) -> bytes:
-    return value.encode() if isinstance(value, str) else as_json(name, value)
+def tool_choice(name: str, value: Any) -> bytes:
+    """As a chat has it."""
+    if isinstance(value, str):
+        return value.encode()
+    if isinstance(value, dict) and value.get("type") != "function":
+        raise unsupported(f"{name}.type", f"must be function, got {shown(value.get('type'))}")
+    return as_json(name, value)
 
 
-int32 = _integer(-(2**31), 2**31 - 1)
+def _seed(name: str, value: Any) -> int:
+    """Also the negative ones that 64 bits hold, which OpenAI's clients may draw."""
+    return _integer(-(2**63), 2**64 - 1)(name, value) % 2**64
+
+
+def _bias(name: str, value: Any) -> bytes:
+    if not isinstance(value, dict):
+        raise invalid(name, f"must be an object of token ids and numbers, got {shown(value)}")
+    return as_json(name, value)
+
+
+count = _integer(1, 2**31 - 1)
+num_top = _integer(0, MAX_TOP_LOGPROBS)
+_int32 = _integer(-(2**31), 2**31 - 1)
 
 # By OpenAI's names, which all three APIs share; then those of vLLM's clients (`extra_body`).
 SAMPLING: Mapping[str, Field] = {
     "temperature": Field("temperature", _number),
     "top_p": Field("top_p", _number),
-    "top_k": Field("top_k", int32),
+    "top_k": Field("top_k", _int32),
     "min_p": Field("min_p", _number),
-    "min_tokens": Field("min_tokens", int32),
+    "min_tokens": Field("min_tokens", _integer(0, 2**31 - 1)),
     "ignore_eos": Field("ignore_eos", flag),
     "repetition_penalty": Field("repetition_penalty", _number),
-    "priority": Field("priority", int32),
-    "seed": Field("seed", _integer(0, 2**64 - 1)),
+    "priority": Field("priority", _int32),
+    "seed": Field("seed", _seed),
 }
 # What chat and text completions share beside them.
 COMPLETION: Mapping[str, Field] = {
     **SAMPLING,
     "stop": Field("stop_words", _texts),
-    "n": Field("n", int32),
+    "n": Field("n", _integer(1, 128)),
     "presence_penalty": Field("presence_penalty", _number),
     "frequency_penalty": Field("frequency_penalty", _number),
-    "logit_bias": Field("logit_bias", as_json),
+    "logit_bias": Field("logit_bias", _bias),
 }
 TOOLS: Mapping[str, Field] = {
     "tools": Field("tools", as_json),
-    "tool_choice": Field("tool_choice", _text_or_json),
+    "tool_choice": Field("tool_choice", tool_choice),
     "parallel_tool_calls": Field("parallel_tool_calls", flag),
     "reasoning_effort": Field("reasoning_effort", text),
     "response_format": Field("response_format", as_json),
+}
+# What clients of vLLM send beside, known and not built, with the values that ask for nothing.
+VLLM: Mapping[str, tuple[Any, ...]] = {
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "cache_salt": (),
+    "detokenize": (True,),
+    "guided_choice": (),
+    "guided_decoding_backend": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "kv_transfer_params": (),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "prompt_logprobs": (0,),
+    "request_id": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "stop_token_ids": ([],),
+    "structured_outputs": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
 }
 # They say who asks, what to remember of it, or how to bill it.
 HARMLESS = (
@@ -189,7 +235,7 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     try:
         # Bytes would be guessed to be UTF-16, or to hold halves of characters.
         text_of_body = raw.decode("utf-8-sig")
-        body = json.loads(text_of_body, parse_constant=_refuse_constant, parse_float=_finite)
+        body = _decode(text_of_body)
         if b"\\u" in raw:
             as_json("", body)  # A half of a character could not be sent back.
     except UnicodeDecodeError as error:
@@ -219,3 +265,6 @@ def _finite(digits: str) -> float:
     if math.isinf(value):
         raise ValueError(f"{shown(digits)} is larger than any number")
     return value
+
+
+_decode = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite).decode

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gptoss_harmony.types import shown
 from gptoss_openai.ensemble import Reply
 from gptoss_openai.errors import ApiError, Names, invalid
 from gptoss_openai.events import new_id, typed_event
@@ -19,20 +20,22 @@ from gptoss_openai.parameters import (
     Field,
     as_json,
     check,
+    count,
     flag,
-    int32,
+    num_top,
     read_fields,
     read_object,
     refuse_unbuilt,
     text,
+    tool_choice,
 )
 from gptoss_openai.store import ResponseStore, Stored, not_found
-from gptoss_openai.usage import Usage
+from gptoss_openai.usage import Usage, num_characters
 
 _FIELDS: Mapping[str, Field] = {
     **SAMPLING,
-    "max_output_tokens": Field("max_tokens", int32),
-    "top_logprobs": Field("top_logprobs", int32),
+    "max_output_tokens": Field("max_tokens", count),
+    "top_logprobs": Field("top_logprobs", num_top),
     "parallel_tool_calls": Field("parallel_tool_calls", flag),
 }
 _OWN = (
@@ -71,7 +74,8 @@ class ResponseAnswer:
         self.inputs["messages"] = as_json("input", chat.messages)
         self._read_tools(body)
         self._read_options(body)
-        self.names = Names("input", _NAMES, chat.origins)
+        guided = "text.format" if "response_format" in self.inputs else "tools"
+        self.names = Names("input", _NAMES, chat.origins, guided)
         check(self.inputs, self.names)
         self.inputs["stream"] = self.stream
         self._is_stored = flag("store", True if body.get("store") is None else body["store"])
@@ -113,10 +117,11 @@ class ResponseAnswer:
             self.inputs["tools"] = as_json("tools", [_as_chat_tool(each) for each in tools])
         choice = body.get("tool_choice")
         if isinstance(choice, dict) and choice.get("type") == "function":
-            choice = {"type": "function", "function": {"name": choice.get("name")}}
+            if not isinstance(choice.get("name"), str):
+                raise invalid("tool_choice", f"must have a function's name, got {shown(choice)}")
+            choice = {"type": "function", "function": {"name": choice["name"]}}
         if choice is not None:
-            is_text = isinstance(choice, str)
-            self.inputs["tool_choice"] = (text if is_text else as_json)("tool_choice", choice)
+            self.inputs["tool_choice"] = tool_choice("tool_choice", choice)
 
     def _read_options(self, body: Mapping[str, Any]) -> None:
         reasoning = read_object(
@@ -178,18 +183,22 @@ class _Output:
         self.sequence_number += 1
 
     def add(self, reply: Reply) -> None:
-        # A call that goes on was there before any text beside it.
+        """Items in the order in which the model made them: a call that goes on was there first."""
+        rest = _Texts(reply)
         num_calls = len(self._calls)
         for delta in reply.tool_calls:
-            if delta["index"] < num_calls:
-                self._add_call(delta)
-        if reply.reasoning:
-            self._add_text("reasoning", reply.reasoning, [])
-        if reply.text or reply.logprobs:
-            self._add_text("message", reply.text, reply.logprobs)
-        for delta in reply.tool_calls:
-            if delta["index"] >= num_calls:
-                self._add_call(delta)
+            if delta["index"] >= num_calls and "after" in delta:
+                self._add_texts(*rest.before(*delta["after"]))
+            elif delta["index"] >= num_calls:
+                self._add_texts(*rest.before(len(reply.reasoning), len(reply.text)))
+            self._add_call(delta)
+        self._add_texts(*rest.before(len(reply.reasoning), len(reply.text)))
+
+    def _add_texts(self, reasoning: str, text: str, logprobs: list[dict[str, Any]]) -> None:
+        if reasoning:
+            self._add_text("reasoning", reasoning, [])
+        if text or logprobs:
+            self._add_text("message", text, logprobs)
 
     def finish(self, *, is_cut: bool) -> None:
         if not is_cut and not any(each["type"] != "reasoning" for each in self._items):
@@ -199,6 +208,8 @@ class _Output:
     def _add_text(self, kind: str, delta: str, logprobs: list[dict[str, Any]]) -> None:
         if not (self._is_open and self._items[-1]["type"] == kind):
             self._close()
+            if any(each["type"] == kind for each in self._items):
+                delta = delta.removeprefix("\n")  # What sets messages apart in one text.
             self._open(_text_item(kind), _part(kind))
         (part,) = self._items[-1]["content"]
         part["text"] += delta
@@ -261,6 +272,36 @@ class _Output:
         self._emit_of_item(kind, content_index=0, **fields)
 
 
+class _Texts:
+    """A reply's texts, and how much of them is left."""
+
+    def __init__(self, reply: Reply) -> None:
+        self._reply = reply
+        self._num_reasoning = self._num_text = 0
+        self._num_logprobs = self._place = 0  # of the first that is left, and its place in the text
+
+    def before(self, num_reasoning: int, num_text: int) -> tuple[str, str, list[dict[str, Any]]]:
+        """What has not been taken yet of this much reasoning and text, and the text's logprobs."""
+        reasoning = self._reply.reasoning[self._num_reasoning : num_reasoning]
+        text = self._reply.text[self._num_text : num_text]
+        self._num_reasoning, self._num_text = num_reasoning, num_text
+        return reasoning, text, self._take_logprobs(num_text)
+
+    def _take_logprobs(self, num_text: int) -> list[dict[str, Any]]:
+        entries, text = self._reply.logprobs, self._reply.text
+        begin, is_all = self._num_logprobs, num_text >= len(text)
+        while self._num_logprobs < len(entries):
+            entry = entries[self._num_logprobs]
+            # The line break between two messages is no token.
+            if text[self._place : self._place + 1] == "\n" and entry["bytes"][:1] != [10]:
+                self._place += 1
+            if self._place >= num_text and not is_all:
+                break
+            self._place += num_characters(entry)
+            self._num_logprobs += 1
+        return entries[begin : self._num_logprobs]
+
+
 def _text_item(kind: str) -> dict[str, Any]:
     if kind == "reasoning":
         about: dict[str, Any] = {"id": new_id("rs_"), "summary": []}
@@ -281,7 +322,7 @@ def _read_chat(body: Mapping[str, Any], store: ResponseStore, owner: str) -> tup
     if body.get("instructions") is not None:
         text("instructions", body["instructions"])
         instructions = {"role": "developer", "content": body["instructions"]}
-        chat.add(instructions, "instructions")
+        chat.add(instructions, {"": "instructions", ".content": "instructions"})
     begins = len(chat.messages)
     if (previous := body.get("previous_response_id")) is not None:
         text("previous_response_id", previous)
@@ -289,10 +330,10 @@ def _read_chat(body: Mapping[str, Any], store: ResponseStore, owner: str) -> tup
         if stored is None:
             raise not_found(previous, param="previous_response_id")
         for message in json.loads(stored.messages):
-            chat.add(message, "previous_response_id")
+            chat.add(message, {"": "previous_response_id"})
     given = body.get("input")
     if isinstance(given, str):
-        chat.add({"role": "user", "content": given}, "input")
+        chat.add({"role": "user", "content": given}, {"": "input", ".content": "input"})
     elif isinstance(given, list):
         chat.add_items(given, "input")
     elif given is not None or previous is None:

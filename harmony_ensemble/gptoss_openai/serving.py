@@ -5,7 +5,10 @@ the command line knows of it.
 """
 
 import asyncio
+import dataclasses
+import gc
 import logging
+import resource
 import signal
 import socket
 from collections.abc import Generator, Mapping
@@ -13,16 +16,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gptoss_openai.app import Gateway
 from gptoss_openai.config import GatewayConfig
+from gptoss_openai.connection import bounded
+from gptoss_openai.hosts import default_hosts
 
 # Between the error that ends an open answer and the end of its connection.
 _LAST_WORDS_SECONDS = 2
 _BACKLOG = 2048
-# Of a request's line and its headers together.
-_MOST_HEAD_BYTES = 2**16
+# Beside its connections: libraries, the way to the ensemble, the log.
+_OTHER_FILES = 128
 # Longer than clients keep idle connections, so that none sends into one that is being closed.
 _KEEP_ALIVE_SECONDS = 75
 
@@ -39,12 +43,15 @@ def serve(settings: Mapping[str, Any], listener: socket.socket) -> None:
     what is still open.
     """
     config = GatewayConfig.from_mapping(settings)
+    if not config.api_keys and not config.allowed_hosts:
+        config = dataclasses.replace(config, allowed_hosts=default_hosts(listener))
     gateway = Gateway(config)
     tune(listener, config)
+    _allow_files(config.max_connections + _OTHER_FILES)
     server = _Server(
         uvicorn.Config(
             gateway.app,
-            http=BoundedProtocol,
+            http=bounded(config),
             ws="none",
             lifespan="on",
             log_config=None,
@@ -58,7 +65,16 @@ def serve(settings: Mapping[str, Any], listener: socket.socket) -> None:
         gateway,
     )
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    gc.freeze()  # What was imported stays: looking through it took tens of milliseconds each time.
     asyncio.run(server.serve(sockets=[listener]))
+
+
+def _allow_files(number: int) -> None:
+    """A shell's limit of open files is often 1024: half of the requests that may be open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = number if hard == resource.RLIM_INFINITY else min(number, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def tune(listener: socket.socket, config: GatewayConfig) -> None:
@@ -69,31 +85,6 @@ def tune(listener: socket.socket, config: GatewayConfig) -> None:
     # asyncio sets it on sockets that know their protocol's number, which not every listener does;
     # without it a client waits 40 ms for what follows an answer's first packet.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
-class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's, but that what comes before a body is limited: keys are known only behind it.
-
-    The read of the socket that a head begins in is not counted: it may hold another's body.
-    """
-
-    _num_head_bytes = 0
-    _is_in_head = True
-
-    def data_received(self, data: bytes) -> None:
-        self._num_head_bytes += len(data)
-        super().data_received(data)
-        is_too_long = self._is_in_head and self._num_head_bytes > _MOST_HEAD_BYTES
-        if is_too_long and not self.transport.is_closing():
-            self.send_400_response(f"The head must be at most {_MOST_HEAD_BYTES} bytes.")
-
-    def on_message_begin(self) -> None:
-        self._is_in_head, self._num_head_bytes = True, 0
-        super().on_message_begin()
-
-    def on_headers_complete(self) -> None:
-        self._is_in_head = False
-        super().on_headers_complete()
 
 
 class _Server(uvicorn.Server):

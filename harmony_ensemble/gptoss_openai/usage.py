@@ -1,5 +1,6 @@
 """Tokens of one answer, added up over its replies, in the shapes of both APIs."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,3 +42,8 @@ class Usage:
             "output_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
             "total_tokens": self.num_input_tokens + self.num_output_tokens,
         }
+
+
+def num_characters(entry: Mapping[str, Any]) -> int:
+    """Of one token's logprobs: a character that several tokens make counts where it begins."""
+    return sum(byte & 0xC0 != 0x80 for byte in entry["bytes"])

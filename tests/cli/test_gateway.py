@@ -2,6 +2,7 @@
 
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,19 +24,31 @@ def test_a_model_is_called_by_its_folder(config: EngineConfig, name: str) -> Non
     assert flags.default_model_name(config) == name
 
 
-def _keys(path: Path | None) -> list[str]:
+def _settings(path: Path | None, hosts: list[str] | None = None) -> dict[str, Any]:
     settings = flags.gateway_settings(
         url="host:1",
         model_name="m",
         key_file=path,
         cors_origin=None,
+        allowed_hosts=hosts,
         max_body=8,
         max_stored=1,
         slow_reader_seconds=30.0,
+        silent_seconds=60.0,
+        whole_seconds=7200.0,
         drain_seconds=30.0,
     )
     flags.load_checked(settings)
-    return settings["api_keys"]
+    return settings
+
+
+def _keys(path: Path | None) -> list[str]:
+    return _settings(path)["api_keys"]
+
+
+def test_hosts_are_the_same_in_any_case() -> None:
+    assert _settings(None, ["Chat.Example"])["allowed_hosts"] == ["chat.example"]
+    assert _settings(None)["allowed_hosts"] == []
 
 
 def test_keys_stand_a_line_each(tmp_path: Path) -> None:
@@ -62,7 +75,11 @@ def test_what_is_refused_before_anything_starts(gptoss: Run, command: str) -> No
     done = gptoss(command, f"{prefix}model-name", " ", f"{prefix}cors-origin", "")
     assert done.code == 2
     assert "cors_origins must not hold an empty text" in done.err
-    for flag in (f"{prefix}slow-reader-seconds", "--drain-seconds"):
+    done = gptoss(command, f"{prefix}allowed-hosts", "")
+    assert done.code == 2
+    assert "allowed_hosts must not hold an empty text" in done.err
+    names = ("slow-reader-seconds", "silent-seconds", "whole-seconds")
+    for flag in (*(f"{prefix}{name}" for name in names), "--drain-seconds"):
         for seconds in ("inf", "3e6"):
             done = gptoss(command, flag, seconds)
             assert done.code == 2

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from gptoss_harmony.answer import Answer, AnswerContext, EngineResponse, Reply
+from gptoss_harmony.chat import parse_messages
 from gptoss_harmony.format import HarmonyFormat
 from gptoss_harmony.vocabulary import Vocabulary
 
@@ -105,6 +106,26 @@ def test_tool_call_has_openais_shape(harmony: HarmonyFormat) -> None:
     deltas = [delta for each in replies for delta in each.tool_calls]
     assert [sorted(delta) for delta in deltas[1:]] == [["function", "index"]] * (len(deltas) - 1)
     assert all("name" not in delta["function"] for delta in deltas[1:])
+
+
+def test_where_a_call_stood_is_told_if_text_follows_it(harmony: HarmonyFormat) -> None:
+    again = _CALL.replace("Thinking.", "Again.").replace("<|call|>", "<|end|>")
+    text = _CALL.replace("<|call|>", "<|end|><|start|>assistant") + again
+    text += "<|start|>assistant<|channel|>commentary<|message|>Wait.<|end|><|start|>assistant"
+    text += _CALL.partition("assistant")[2]
+    (reply,), _ = _run(harmony, text)
+    assert reply.reasoning_output == "Thinking.\nAgain."
+    assert reply.text_output == "Wait."
+    first, second, third = reply.tool_calls
+    assert first["after"] == [len("Thinking."), 0]
+    assert second["after"] == [len("Thinking.\nAgain."), 0]
+    assert "after" not in third
+    replies, _ = _run(harmony, text, stream=True)
+    assert not any("after" in delta for each in replies for delta in each.tool_calls)
+    (sent_back,) = parse_messages(
+        json.dumps([{"role": "assistant", "tool_calls": reply.tool_calls}])
+    )
+    assert "after" not in sent_back["tool_calls"][0]
 
 
 def test_logprobs_are_those_of_the_visible_text(harmony: HarmonyFormat) -> None:

@@ -17,14 +17,15 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from gptoss_openai.app import Gateway
 from gptoss_openai.config import GatewayConfig
+from gptoss_openai.connection import bounded
 from gptoss_openai.ensemble import Reply
-from gptoss_openai.serving import BoundedProtocol, tune
+from gptoss_openai.serving import tune
 
 MODEL = "gpt-oss-demo"
 MESSAGES = [{"role": "user", "content": "Hello"}]
 
-# A reply, a sentence that fails the request, or something to wait for.
-Step = Reply | str | threading.Event
+# A reply, a sentence that fails the request, something to wait for, or seconds of silence.
+Step = Reply | str | threading.Event | float
 ANSWER: tuple[Step, ...] = (
     Reply(reasoning="Hm", num_output_tokens=1, num_reasoning_tokens=1),
     Reply(text="Hi ", num_output_tokens=1),
@@ -69,6 +70,9 @@ class FakeEnsemble(service_pb2_grpc.GRPCInferenceServiceServicer):
                 while not step.is_set():
                     await asyncio.sleep(0.005)
                 continue
+            if isinstance(step, float | int):
+                await asyncio.sleep(step)
+                continue
             response = _message("ModelStreamInferResponse")()
             if isinstance(step, str):
                 response.error_message = f"in ensemble 'gpt_oss', {step}"
@@ -85,17 +89,24 @@ def _joined(steps: Sequence[Step]) -> list[Step]:
     others: list[Step] = [step for step in steps if not isinstance(step, Reply)]
     if not replies or any(isinstance(step, str) for step in others):
         return others
-    calls: list[dict[str, Any]] = []
-    for delta in (call for reply in replies for call in reply.tool_calls):
-        if delta["index"] == len(calls):
-            calls.append(json.loads(json.dumps(delta)))
-        else:
-            arguments = delta["function"]["arguments"]
-            calls[delta["index"]]["function"]["arguments"] += arguments
+    calls: dict[int, dict[str, Any]] = {}
+    num_reasoning = num_text = 0
+    for reply in replies:
+        for delta in reply.tool_calls:
+            index = delta["index"]
+            if index in calls:
+                calls[index]["function"]["arguments"] += delta["function"]["arguments"]
+                continue
+            calls[index] = json.loads(json.dumps(delta))
+            if "id" in delta:
+                reasoning, text = delta.get("after", (len(reply.reasoning), len(reply.text)))
+                calls[index]["after"] = [num_reasoning + reasoning, num_text + text]
+        num_reasoning += len(reply.reasoning)
+        num_text += len(reply.text)
     whole = Reply(
         text="".join(each.text for each in replies),
         reasoning="".join(each.reasoning for each in replies),
-        tool_calls=calls,
+        tool_calls=[*calls.values()],
         logprobs=[entry for each in replies for entry in each.logprobs],
         finish_reason=replies[-1].finish_reason,
         num_input_tokens=replies[-1].num_input_tokens,
@@ -159,14 +170,51 @@ def _fill(response: Any, reply: Reply) -> None:
         response.raw_output_contents.append(content)
 
 
+class Relay:
+    """A network between the gateway and its ensemble that can fall silent: nothing is closed,
+    and nothing comes through any more, also where another connection is made."""
+
+    def __init__(self) -> None:
+        self.is_silent = False
+        self.num_connections = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self, to_port: int) -> int:
+        self._to_port = to_port
+        self._server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
+        return self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        there = await asyncio.open_connection("127.0.0.1", self._to_port)
+        for pair in ((reader, there[1]), (there[0], writer)):
+            self._tasks.add(asyncio.create_task(self._forward(*pair)))
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while content := await reader.read(2**16):
+                if not self.is_silent:
+                    writer.write(content)
+        finally:
+            writer.close()
+
+
 class Stack:
     """A gateway before a FakeEnsemble, both in one thread's event loop.
 
-    is_tuned: whether its socket has the options that a gateway's has.
+    is_tuned: whether its socket has the options that a gateway's has. relay: what stands between
+    the two, if anything.
     """
 
-    def __init__(self, config: dict[str, Any], *, is_tuned: bool) -> None:
+    def __init__(self, config: dict[str, Any], *, is_tuned: bool, relay: Relay | None) -> None:
         self._is_tuned = is_tuned
+        self._relay = relay
         self.fake = FakeEnsemble()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
@@ -180,13 +228,15 @@ class Stack:
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
         self._ensemble, port = await self._start_ensemble(0)
+        if self._relay is not None:
+            port = await self._relay.start(port)
         gateway_config = GatewayConfig(url=f"127.0.0.1:{port}", **self._config)
         if self._is_tuned:
             tune(self._listener, gateway_config)
         self.gateway = Gateway(gateway_config)
         config = uvicorn.Config(
             self.gateway.app,
-            http=BoundedProtocol,
+            http=bounded(gateway_config),
             lifespan="on",
             log_config=None,
             timeout_graceful_shutdown=5,
@@ -195,6 +245,8 @@ class Stack:
         self.loop.call_soon(self._ready.set)
         await self._uvicorn.serve([self._listener])
         await self._ensemble.stop(None)
+        if self._relay is not None:
+            await self._relay.stop()
 
     async def _start_ensemble(self, port: int) -> tuple[Any, int]:
         server = grpc.aio.server()
@@ -301,8 +353,8 @@ def events_of(body: bytes) -> list[Any]:
 
 
 @contextmanager
-def running(*, is_tuned: bool = True, **config: Any) -> Iterator[Stack]:
-    stack = Stack(config, is_tuned=is_tuned)
+def running(*, is_tuned: bool = True, relay: Relay | None = None, **config: Any) -> Iterator[Stack]:
+    stack = Stack(config, is_tuned=is_tuned, relay=relay)
     stack.start()
     try:
         yield stack

@@ -9,7 +9,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from gptoss_openai.chat import ChatAnswer
 from gptoss_openai.ensemble import Reply
-from gptoss_openai.errors import ApiError
+from gptoss_openai.errors import ApiError, from_sentence
 
 from .fakes import MESSAGES, MODEL, events_of, joined
 
@@ -124,7 +124,12 @@ def test_harmless_fields_are_accepted() -> None:
         ({"max_tokens": 2**31}, "max_tokens", "invalid_value"),
         ({"max_tokens": 1.5}, "max_tokens", "invalid_value"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "invalid_value"),
-        ({"seed": -1}, "seed", "invalid_value"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens", "invalid_value"),
+        ({"n": 0}, "n", "invalid_value"),
+        ({"min_tokens": -1}, "min_tokens", "invalid_value"),
+        ({"seed": 2**64}, "seed", "invalid_value"),
+        ({"seed": -(2**63) - 1}, "seed", "invalid_value"),
+        ({"logit_bias": [1]}, "logit_bias", "invalid_value"),
         ({"stream": "yes"}, "stream", "invalid_value"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown_parameter"),
@@ -136,6 +141,23 @@ def test_harmless_fields_are_accepted() -> None:
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
         ({"reasoning_effort": "huge"}, "reasoning_effort", "invalid_value"),
         ({"tools": {}}, "tools", "invalid_value"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}},
+            "tool_choice.type",
+            "unsupported_parameter",
+        ),
+        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice", "invalid_value"),
+        ({"tool_choice": 7}, "tool_choice", "invalid_value"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "also": 1}}},
+            "response_format.json_schema.also",
+            "unknown_parameter",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "x", "also": 1}]},
+            "messages[0].also",
+            "unknown_parameter",
+        ),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "unsupported_parameter"),
         ({"messages": []}, "messages", "invalid_value"),
         ({"messages": "Hello"}, "messages", "invalid_value"),
@@ -157,6 +179,81 @@ def test_refusals_name_the_field(fields: dict[str, Any], param: str, code: str) 
         _chat(**fields)
     assert (refusal.value.status, refusal.value.param, refusal.value.code) == (400, param, code)
     assert param.partition(".")[0] in refusal.value.message
+
+
+def test_messages_come_back_as_the_clients_helpers_have_them() -> None:
+    """`parse` and `stream` of OpenAI's client add what they have read to what was said."""
+    function = {"name": "f", "arguments": "{}"}
+    call = {"id": "c", "type": "function", "function": {**function, "parsed_arguments": {}}}
+    refused = {"type": "refusal", "refusal": "No."}
+    given = [
+        *MESSAGES,
+        {"role": "assistant", "content": "", "parsed": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "x"}]},
+        {"role": "assistant", "content": [refused], "parsed": {"a": 1}, "tool_calls": None},
+    ]
+    content = _chat(messages=given).inputs["messages"]
+    assert isinstance(content, bytes)
+    assert json.loads(content) == [
+        *MESSAGES,
+        {"role": "assistant", "content": "", "tool_calls": [{**call, "function": function}]},
+        given[2],
+        {"role": "assistant", "content": [{"type": "text", "text": "No."}], "tool_calls": None},
+    ]
+    assert "parsed" in given[1]  # What a client gave is not changed.
+
+
+@pytest.mark.parametrize(
+    ("name", "neutral", "other"),
+    [
+        ("skip_special_tokens", True, False),
+        ("include_stop_str_in_output", False, True),
+        ("best_of", 1, 2),
+        ("length_penalty", 1.0, 2.0),
+        ("use_beam_search", False, True),
+        ("stop_token_ids", [], [7]),
+        ("add_generation_prompt", True, False),
+        ("continue_final_message", False, True),
+        ("include_reasoning", True, False),
+        ("chat_template_kwargs", {}, {"enable_thinking": False}),
+        ("structured_outputs", None, {"regex": "a"}),
+        ("guided_json", None, {"type": "object"}),
+    ],
+)
+def test_what_clients_of_vllm_send_is_known(name: str, neutral: Any, other: Any) -> None:
+    assert set(_chat(**{name: neutral}).inputs) == {"messages", "stream"}
+    with pytest.raises(ApiError) as refusal:
+        _chat(**{name: other})
+    assert (refusal.value.param, refusal.value.code) == (name, "unsupported_parameter")
+
+
+def test_sentences_have_the_clients_words() -> None:
+    names = _chat(max_completion_tokens=2, response_format={"type": "json_object"}).names
+    for sentence, said, param in (
+        (
+            "min_tokens must be at most max_tokens (2), got 5",
+            "min_tokens must be at most max_completion_tokens (2), got 5",
+            "min_tokens",
+        ),
+        (
+            "guide cannot be compiled: too big",
+            "response_format cannot be compiled: too big",
+            "response_format",
+        ),
+    ):
+        error = from_sentence(sentence, names)
+        assert (error.status, error.message, error.param) == (400, said, param)
+    of_tools = from_sentence("guide cannot be compiled: too big", _chat(tools=[TOOL]).names)
+    assert (of_tools.param, of_tools.message) == ("tools", "tools cannot be compiled: too big")
+
+
+def test_seeds_of_all_integers_of_64_bits_are_taken() -> None:
+    assert _chat(seed=-1).inputs["seed"] == 2**64 - 1
+    assert _chat(seed=-(2**63)).inputs["seed"] == 2**63
+
+
+def test_no_top_logprobs_need_no_logprobs() -> None:
+    assert _chat(logprobs=False, top_logprobs=0).inputs["top_logprobs"] == 0
 
 
 def test_the_nearest_name_is_said() -> None:
@@ -242,6 +339,20 @@ def test_all_tokens_in_reasoning_leave_no_content() -> None:
     assert choice["message"]["content"] is None
     assert choice["message"]["reasoning_content"] == "Hm"
     assert choice["finish_reason"] == "length"
+
+
+def test_an_answer_without_a_word_is_an_empty_text_and_a_call_has_none() -> None:
+    (said,) = _chat().whole([Reply(reasoning="Hm", finish_reason="stop")])["choices"]
+    assert said["message"]["content"] == ""
+    (called,) = _chat().whole([Reply(tool_calls=[CALL], finish_reason="tool_calls")])["choices"]
+    assert called["message"]["content"] is None
+
+
+def test_where_a_call_stood_is_not_told() -> None:
+    reply = Reply(text="a", tool_calls=[{**CALL, "after": [0, 0]}], finish_reason="tool_calls")
+    assert b"after" not in _chat(stream=True).push(reply)
+    (choice,) = _chat().whole([reply])["choices"]
+    assert "after" not in choice["message"]["tool_calls"][0]
 
 
 def test_whole_calls_have_no_places() -> None:

@@ -63,6 +63,11 @@ def test_refusals_name_the_field(fields: dict[str, Any], param: str, code: str) 
     assert (refusal.value.status, refusal.value.param, refusal.value.code) == (400, param, code)
 
 
+def test_an_empty_prompt_is_refused_in_the_clients_words() -> None:
+    with pytest.raises(ApiError, match=r"^prompt must not be empty$"):
+        _text(prompt="")
+
+
 def test_streamed_and_whole_agree() -> None:
     answer = _text(logprobs=1, stream=True, stream_options={"include_usage": True})
     *events, done = events_of(b"".join([*map(answer.push, REPLIES), answer.end()]))

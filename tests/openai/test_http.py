@@ -58,8 +58,8 @@ def test_a_streamed_chat(stack: Stack) -> None:
         ),
         ("9 requests wait for a place, as many as …: try again later", 503, "unavailable", None),
         ("the engine is draining: it takes no new requests", 503, "unavailable", None),
-        ("guide cannot be compiled: grammar too big", 400, "invalid_value", None),
-        ("guide cannot be given here: no vocabulary", 400, "unsupported_parameter", None),
+        ("guide cannot be compiled: grammar too big", 400, "invalid_value", "tools"),
+        ("guide cannot be given here: no vocabulary", 400, "unsupported_parameter", "tools"),
         ("the engine failed: CUDA error", 503, "unavailable", None),
         ("the model's logits behind 3 tokens are not numbers", 500, "internal_error", None),
         ("list index out of range", 500, "internal_error", None),
@@ -77,7 +77,12 @@ def test_what_the_ensemble_refuses_has_its_status(
     kind = "server_error" if status >= 500 else "invalid_request_error"
     assert answer.error["type"] == kind
     said = sentence.replace("max_tokens must", "max_completion_tokens must")
-    assert answer.error["message"] == said
+    if code == "context_length_exceeded":
+        said = (
+            "the maximum context length is 10 tokens: messages must hold at most 9, so that one is "
+            "left to generate, got 12"
+        )
+    assert answer.error["message"] == said.replace("guide cannot", "tools cannot")
     assert answer.headers.get("retry-after") == ("1" if status == 503 else None)
 
 
@@ -99,11 +104,15 @@ def test_a_deadline_is_499_and_in_a_stream_an_error_and_the_end(stack: Stack, pa
 
 def test_a_failure_in_a_stream_is_an_error_event_and_the_end(stack: Stack) -> None:
     stack.fake.script = lambda _: [Reply(text="a"), "the model's logits are not numbers"]
+    failed = 'gptoss:gateway_cut_answers_total{reason="failed"}'
+    before = stack.metric(failed)
     answer = stack.chat(stream=True)
     assert answer.status == 200
+    assert stack.metric(failed) == before + 1
     assert answer.events[-2]["error"]["code"] == "internal_error"
     assert answer.events[-1] == "[DONE]"
     assert stack.chat().status == 500
+    assert stack.metric(failed) == before + 1  # Its status tells of it.
     stack.fake.script = lambda _: ANSWER
     assert stack.chat().status == 200
 

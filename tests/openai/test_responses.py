@@ -20,6 +20,8 @@ from .test_chat import REPLIES
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 HELLO = [each for each in ANSWER if isinstance(each, Reply)]
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+CALLED = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+REASONED = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm"}]}
 
 
 @pytest.fixture
@@ -127,9 +129,41 @@ def test_tool_choice_is_sent_as_a_chats(
         ),
         (
             {"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]},
-            "input[0].tool_call_id",
+            "input[0].call_id",
             "invalid_value",
         ),
+        (
+            {"input": [REASONED, CALLED, {**CALLED, "call_id": "c2", "arguments": 7}]},
+            "input[2].arguments",
+            "invalid_value",
+        ),
+        ({"input": [REASONED, {**CALLED, "name": "a b"}]}, "input[1].name", "invalid_value"),
+        ({"input": [CALLED, CALLED]}, "input[1].call_id", "invalid_value"),
+        ({"input": [{**CALLED, "call_id": None}]}, "input[0].call_id", "invalid_value"),
+        (
+            {"input": [CALLED, {"type": "function_call_output", "call_id": "c1", "output": 7}]},
+            "input[1].output",
+            "invalid_value",
+        ),
+        (
+            {"input": [REASONED, {"type": "message", "role": "assistant", "content": 7}]},
+            "input[1].content",
+            "invalid_value",
+        ),
+        ({"instructions": "x" * 2**23}, "input", "invalid_value"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice", "invalid_value"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "web_search"}},
+            "tool_choice.type",
+            "unsupported_parameter",
+        ),
+        ({"tools": [{**TOOL, "also": 1}]}, "tools[0].also", "unknown_parameter"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "x", "also": 1}}},
+            "text.format.also",
+            "unknown_parameter",
+        ),
+        ({"max_output_tokens": 0}, "max_output_tokens", "invalid_value"),
         ({"input": [{"type": "reasoning", "content": "x"}]}, "input[0].content", "invalid_value"),
         ({"instructions": 7}, "instructions", "invalid_value"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "previous_response_not_found"),
@@ -155,6 +189,8 @@ def test_refusals_name_the_field(
     with pytest.raises(ApiError) as refusal:
         _ask(store, **fields)
     assert (refusal.value.status, refusal.value.param, refusal.value.code) == (400, param, code)
+    for internal in ("messages[", "tool_calls[", "tool_call_id", "json_schema.", "response_format"):
+        assert internal not in refusal.value.message
 
 
 def test_items_of_one_turn_are_one_message(store: ResponseStore) -> None:
@@ -281,17 +317,67 @@ def test_events_come_in_pairs_and_add_up(store: ResponseStore, seed: int) -> Non
         assert any(each["type"] != "reasoning" for each in done)
 
 
+def _without_ids(response: dict[str, Any]) -> dict[str, Any]:
+    output = [{**each, "id": ""} for each in response["output"]]
+    return {**response, "id": "", "created_at": 0, "completed_at": 0, "output": output}
+
+
 @pytest.mark.parametrize("replies", [REPLIES, HELLO, HELLO[-1:]])
 def test_streamed_and_whole_agree(store: ResponseStore, replies: list[Reply]) -> None:
     streamed = _events(_ask(store, stream=True), replies)[-1]["response"]
     whole = _ask(store).whole([joined(replies)])
     Response.model_validate(whole)
+    assert _without_ids(streamed) == _without_ids(whole)
 
-    def without_ids(response: dict[str, Any]) -> dict[str, Any]:
-        output = [{**each, "id": ""} for each in response["output"]]
-        return {**response, "id": "", "created_at": 0, "completed_at": 0, "output": output}
 
-    assert without_ids(streamed) == without_ids(whole)
+def _call(index: int, **more: Any) -> dict[str, Any]:
+    function = {"name": "f", "arguments": "{}"}
+    return {"index": index, "id": f"c{index}", "type": "function", "function": function, **more}
+
+
+def _says(*tokens: str) -> dict[str, Any]:
+    entry: dict[str, Any] = {"logprob": -0.5, "top_logprobs": []}
+    return {"logprobs": [{"token": each, "bytes": [*each.encode()], **entry} for each in tokens]}
+
+
+# By turns, as a model may: it thinks and speaks, and calls, more than once.
+TURNS = [
+    Reply(reasoning="One."),
+    Reply(text="Wait.", **_says("Wait", ".")),
+    Reply(tool_calls=[_call(0)]),
+    Reply(reasoning="\nTwo."),
+    Reply(tool_calls=[_call(1)]),
+    Reply(text="\nAh, é", **_says("Ah", ", é")),
+    Reply(tool_calls=[_call(2)]),
+    Reply(text="\n\nx\n", **_says("\n", "x", "\n")),
+    Reply(tool_calls=[_call(3)]),
+    Reply(text="\ny", **_says("y"), finish_reason="tool_calls"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_items_stand_as_they_arrived(store: ResponseStore, stream: bool) -> None:
+    replies = TURNS if stream else [joined(TURNS)]
+    events = _events(_ask(store, stream=True), replies)
+    output = events[-1]["response"]["output"]
+    said = [
+        each["call_id"] if each["type"] == "function_call" else each["content"][0]["text"]
+        for each in output
+    ]
+    assert said == ["One.", "Wait.", "c0", "Two.", "c1", "Ah, é", "c2", "\nx\n", "c3", "y"]
+    added = [each for each in events if each["type"] == "response.output_item.added"]
+    assert [each["output_index"] for each in added] == [*range(10)]
+    assert [each["item"]["id"] for each in added] == [each["id"] for each in output]
+    logprobs = [each["content"][0]["logprobs"] for each in output if each["type"] == "message"]
+    tokens = [[entry["token"] for entry in each] for each in logprobs]
+    assert tokens == [["Wait", "."], ["Ah", ", é"], ["\n", "x", "\n"], ["y"]]
+
+
+def test_a_stream_that_came_in_few_pieces_has_the_same_items(store: ResponseStore) -> None:
+    whole = _without_ids(_ask(store, stream=True).whole(TURNS))
+    for cut in range(1, len(TURNS)):
+        pieces = [joined(TURNS[:cut]), joined(TURNS[cut:])]
+        assert _without_ids(_ask(store, stream=True).whole(pieces)) == whole
 
 
 def test_an_empty_answer_is_an_empty_message(store: ResponseStore) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,12 +34,40 @@ GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0}
 ASK: dict[str, Any] = {**GREEDY, "messages": [{"role": "user", "content": QUESTION}]}
 WEATHER: Any = {"role": "user", "content": "What is the weather in Paris?"}
 SUNNY = '{"temperature": 21, "sky": "sunny"}'
+STRICT_TOOL: Any = {"type": "function", "function": {**WEATHER_TOOL["function"], "strict": True}}
+# The demo calls once a turn. Its grammar lets it call again, and what ends the answer is held back
+# until it has said more than one call takes.
+TWO_CALLS: dict[str, Any] = {
+    "tool_choice": "required",
+    "parallel_tool_calls": True,
+    "extra_body": {"min_tokens": 50},
+}
 FLAT_TOOL: Any = {"type": "function", **WEATHER_TOOL["function"]}
+
+
+def _has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
 
 
 class Sum(BaseModel):
     sum: Annotated[int, Field(ge=0, le=99)]
     is_even: bool
+
+
+def _joined_calls(choices: Sequence[Any]) -> list[dict[str, Any]]:
+    """Calls of a stream, by their indices; what comes first of each has its id, type and name."""
+    calls: list[dict[str, Any]] = []
+    for delta in (call for each in choices for call in each.delta.tool_calls or ()):
+        if delta.index == len(calls):
+            calls.append(delta.model_dump(exclude={"index"}))
+            continue
+        assert (delta.index, delta.id, delta.type) == (len(calls) - 1, None, None)
+        calls[-1]["function"]["arguments"] += delta.function.arguments
+    return calls
 
 
 # It never ends by itself within a test.
@@ -121,14 +149,48 @@ class TestChat:
         assert call.type == "function"
         assert call.function.name == "get_weather"
         assert json.loads(call.function.arguments) == {"city": "Paris"}
-        turn: Any = message.model_dump(exclude_none=True)
-        for function in (each["function"] for each in turn["tool_calls"]):
-            function.pop("parsed_arguments", None)
-        turn.pop("parsed", None)
         result = {"role": "tool", "tool_call_id": call.id, "content": SUNNY}
-        told = create(**shared, messages=[WEATHER, turn, result])
+        told = create(**shared, messages=[WEATHER, message, result])
         assert "21" in (told.choices[0].message.content or "")
         assert told.choices[0].finish_reason == "stop"
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_round_trip_of_parallel_calls(self, openai_client: OpenAI, stream: bool) -> None:
+        create: Any = openai_client.chat.completions.create
+        asked: dict[str, Any] = {**GREEDY, "messages": [WEATHER], **TWO_CALLS}
+        asked |= {"tools": [STRICT_TOOL], "max_completion_tokens": 300}
+        if stream:
+            chunks = [each.choices[0] for each in create(**asked, stream=True)]
+            calls = _joined_calls(chunks)
+            reason = chunks[-1].finish_reason
+        else:
+            (choice,) = create(**asked).choices
+            calls = [each.model_dump() for each in choice.message.tool_calls]
+            reason = choice.finish_reason
+        assert reason == "tool_calls"
+        assert len(calls) == 2
+        assert calls[0]["id"] != calls[1]["id"]
+        for call in calls:
+            assert (call["type"], call["function"]["name"]) == ("function", "get_weather")
+            assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}
+        turn = {"role": "assistant", "tool_calls": calls}
+        # In another order than they were called in, as they may come.
+        results = [{"role": "tool", "tool_call_id": each["id"], "content": SUNNY} for each in calls]
+        messages = [WEATHER, turn, *reversed(results)]
+        told = create(**GREEDY, messages=messages, tools=[STRICT_TOOL]).choices[0]
+        assert "21" in told.message.content
+        assert told.finish_reason == "stop"
+        with pytest.raises(openai.BadRequestError, match="earlier tool call") as refusal:
+            create(**GREEDY, messages=[WEATHER, results[0]], tools=[STRICT_TOOL])
+        assert refusal.value.param == "messages[1].tool_call_id"
+
+    def test_one_call_at_most_where_parallel_ones_are_not_wanted(
+        self, openai_client: OpenAI
+    ) -> None:
+        asked: dict[str, Any] = {**GREEDY, "messages": [WEATHER], **TWO_CALLS}
+        asked |= {"tools": [STRICT_TOOL], "parallel_tool_calls": False}
+        (choice,) = openai_client.chat.completions.create(**asked).choices
+        assert len(choice.message.tool_calls or ()) == 1
 
     def test_an_answer_follows_its_schema(self, openai_client: OpenAI) -> None:
         reply = openai_client.chat.completions.parse(**ASK, response_format=Sum)
@@ -333,6 +395,31 @@ class TestResponses:
         items.append({"type": "function_call_output", "call_id": call.call_id, "output": SUNNY})
         assert "21" in create(**shared, input=items).output_text
 
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_round_trip_of_parallel_calls(self, openai_client: OpenAI, stream: bool) -> None:
+        shared: dict[str, Any] = {**GREEDY, "tools": [{**FLAT_TOOL, "strict": True}]}
+        asked: Any = {**shared, **TWO_CALLS, "input": WEATHER["content"], "max_output_tokens": 300}
+        if stream:
+            with openai_client.responses.stream(**asked) as events:
+                told = [each.type for each in events]
+                response = events.get_final_response()
+            assert told.count("response.function_call_arguments.done") == 2
+        else:
+            response = openai_client.responses.create(**asked)
+        # The demo thinks before each of them.
+        kinds = [each.type for each in response.output]
+        assert kinds == ["reasoning", "function_call"] * 2
+        calls = [each for each in response.output if each.type == "function_call"]
+        assert len({each.call_id for each in calls}) == 2
+        assert [json.loads(each.arguments) for each in calls] == [{"city": "Paris"}] * 2
+        outputs: Any = [
+            {"type": "function_call_output", "call_id": each.call_id, "output": SUNNY}
+            for each in calls
+        ]
+        create = openai_client.responses.create
+        answer = create(**shared, input=outputs, previous_response_id=response.id)
+        assert "21" in answer.output_text
+
     def test_what_the_limit_cuts_is_incomplete(self, openai_client: OpenAI) -> None:
         cut = openai_client.responses.create(**GREEDY, input=QUESTION, max_output_tokens=5)
         assert cut.status == "incomplete"
@@ -519,12 +606,74 @@ def test_a_gateway_that_is_not_installed_is_a_sentence() -> None:
         ({"model_name": ""}, "model_name must not be empty"),
         ({"max_body_bytes": 0}, "max_body_bytes must be at least 1, got 0"),
         ({"api_keys": [""]}, "api_keys must not hold an empty text"),
+        *(
+            (
+                {"url": url},
+                "url must be host:port of the server's gRPC, an IPv6 address in brackets, got "
+                f"{url!r}",
+            )
+            for url in ("http://gpu1:8001", "::1:8001", "gpu1", ":8001", "")
+        ),
     ],
 )
 def test_settings_are_checked(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=r"must|unknown") as refusal:
         load_gateway("openai").check(settings)
     assert str(refusal.value) == sentence
+
+
+@pytest.mark.parametrize("url", ["gpu1:8001", "[::1]:8001", "dns:///gpu1:8001", "10.0.0.1:8001"])
+def test_urls_of_ensembles(url: str) -> None:
+    load_gateway("openai").check({"url": url})
+
+
+def test_an_address_of_ipv6_stands_in_brackets() -> None:
+    ports = Ports(host="::1")
+    assert [ports.url("grpc"), ports.address("grpc")] == ["[::1]:8001", "[::1]"]
+    assert [ports.url("http"), ports.address("http")] == ["[::1]:8000", "ipv6:::1"]
+    assert Ports(host="::").url("grpc") == "[::1]:8001"
+    assert Ports(host="0.0.0.0").url("grpc") == "127.0.0.1:8001"
+    assert Ports(host="0.0.0.0").address("http") == "0.0.0.0"
+
+
+@pytest.mark.skipif(not _has_ipv6(), reason="this machine has no ::1")
+def test_ports_of_ipv6_are_checked() -> None:
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ServerError, match=f"cannot use http port {port} on ::1"):
+            Ports(http=port, host="::1").check_free()
+        with pytest.raises(ServerError, match=f"cannot use port {port} on ::1"):
+            bind("::1", port, "--port")
+
+
+@pytest.mark.server
+@pytest.mark.skipif(not _has_ipv6(), reason="this machine has no ::1")
+def test_serve_on_ipv6(tmp_path: Path) -> None:
+    ports = Ports.free()
+    with bind("::1", 0, "--openai-port") as probe:
+        port = probe.getsockname()[1]
+    command = [
+        *(sys.executable, "-c", "from gptoss_backend.cli import main; main()", "serve"),
+        *("--http-port", str(ports.http), "--grpc-port", str(ports.grpc), "--host", "::1"),
+        *("--metrics-port", str(ports.metrics), "--openai-port", str(port)),
+        *("--log-file", str(tmp_path / "log")),
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as serve:
+        try:
+            assert serve.stdout is not None
+            url = f"http://[::1]:{port}/v1"
+            ready = serve.stdout.readline()
+            assert f"gRPC [::1]:{ports.grpc}, " in ready
+            assert f"OpenAI {url}, " in ready
+            with OpenAI(base_url=url, api_key="none", max_retries=0) as connected:
+                reply = connected.chat.completions.create(**ASK)
+            assert reply.choices[0].message.content == "17 + 25 = 42."
+            serve.send_signal(signal.SIGTERM)
+            assert serve.wait(30) == 0
+        finally:
+            serve.kill()
 
 
 def test_a_gateway_alone_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:
@@ -550,6 +699,8 @@ def test_a_gateway_alone_serves_until_it_is_told_to_stop(tmp_path: Path) -> None
                 response = connection.getresponse()
                 assert response.status == status
                 assert said in response.read().decode()
+                connection.request("GET", path, headers={"Host": "evil.example"})
+                assert connection.getresponse().status == 403
                 connection.close()
             alone.send_signal(signal.SIGTERM)
             assert alone.wait(20) == 0

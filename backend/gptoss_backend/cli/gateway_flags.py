@@ -13,6 +13,8 @@ DEFAULT_PORT = 9000
 DEFAULT_MAX_BODY_MIB = 8
 DEFAULT_MAX_STORED = 1000
 DEFAULT_SLOW_READER_SECONDS = 30.0
+DEFAULT_SILENT_SECONDS = 60.0
+DEFAULT_WHOLE_SECONDS = 7200.0
 
 _PANEL = "OpenAI gateway"
 
@@ -29,8 +31,8 @@ KeyFile = Annotated[
 ModelName = Annotated[
     str | None,
     typer.Option(
-        help="What clients call the model. [default: gpt-oss-demo, or the checkpoint's folder]",
-        show_default=False,
+        help="What clients call the model.",
+        show_default="gpt-oss-demo, or the checkpoint's folder",
         rich_help_panel=_PANEL,
     ),
 ]
@@ -39,6 +41,15 @@ CorsOrigins = Annotated[
     typer.Option(
         help="A web page's origin, such as https://chat.example, that may ask; * is any.",
         show_default=False,
+        rich_help_panel=_PANEL,
+    ),
+]
+AllowedHosts = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A host name that requests may be sent to, without a port; * is any, loopback this "
+        "machine's own.",
+        show_default="loopback on such an address without keys, else any",
         rich_help_panel=_PANEL,
     ),
 ]
@@ -61,6 +72,23 @@ SlowReader = Annotated[
         rich_help_panel=_PANEL,
     ),
 ]
+Silent = Annotated[
+    float,
+    typer.Option(
+        min=0.1,
+        help="A stream ends with an error when the model's server says nothing for so long; it "
+        "says something every second.",
+        rich_help_panel=_PANEL,
+    ),
+]
+Whole = Annotated[
+    float,
+    typer.Option(
+        min=0.1,
+        help="How long the model's server may take for an answer that is not streamed.",
+        rich_help_panel=_PANEL,
+    ),
+]
 
 
 def load_checked(settings: dict[str, Any]) -> Any:
@@ -79,9 +107,12 @@ def gateway_settings(
     model_name: str,
     key_file: Path | None,
     cors_origin: list[str] | None,
+    allowed_hosts: list[str] | None,
     max_body: int,
     max_stored: int,
     slow_reader_seconds: float,
+    silent_seconds: float,
+    whole_seconds: float,
     drain_seconds: float,
 ) -> dict[str, Any]:
     """By the gateway's own names."""
@@ -90,9 +121,12 @@ def gateway_settings(
         "model_name": model_name,
         "api_keys": [] if key_file is None else _read_keys(key_file),
         "cors_origins": cors_origin or [],
+        "allowed_hosts": [each.lower() for each in allowed_hosts or ()],
         "max_body_bytes": max_body * 2**20,
         "max_stored_responses": max_stored,
         "slow_reader_seconds": slow_reader_seconds,
+        "silent_seconds": silent_seconds,
+        "whole_seconds": whole_seconds,
         "drain_seconds": drain_seconds,
     }
 

@@ -64,9 +64,12 @@ def serve(
     openai_model_name: flags.ModelName = None,
     openai_key_file: flags.KeyFile = None,
     openai_cors_origin: flags.CorsOrigins = None,
+    openai_allowed_hosts: flags.AllowedHosts = None,
     openai_max_body: flags.MaxBody = flags.DEFAULT_MAX_BODY_MIB,
     openai_max_stored: flags.MaxStored = flags.DEFAULT_MAX_STORED,
     openai_slow_reader_seconds: flags.SlowReader = flags.DEFAULT_SLOW_READER_SECONDS,
+    openai_silent_seconds: flags.Silent = flags.DEFAULT_SILENT_SECONDS,
+    openai_whole_seconds: flags.Whole = flags.DEFAULT_WHOLE_SECONDS,
     config: EngineConfig,
 ) -> None:
     """Start tritonserver with the ensemble `gpt_oss`, and keep it until SIGTERM or Ctrl-C."""
@@ -78,9 +81,12 @@ def serve(
         model_name=openai_model_name or flags.default_model_name(config),
         key_file=openai_key_file,
         cors_origin=openai_cors_origin,
+        allowed_hosts=openai_allowed_hosts,
         max_body=openai_max_body,
         max_stored=openai_max_stored,
         slow_reader_seconds=openai_slow_reader_seconds,
+        silent_seconds=openai_silent_seconds,
+        whole_seconds=openai_whole_seconds,
         drain_seconds=drain_seconds + _LAST_WORDS_SECONDS,
     )
     if openai:
