@@ -90,6 +90,7 @@ def mixed_shapes(
         for count in decodes
         for rows in sizes
     )
+    most_rows = min(most_rows, _MOST_MIXED_ROWS)
     return tuple(shape for shape in shapes if shape.num_rows <= most_rows and shape.num_sampled > 1)
 
 
