@@ -848,6 +848,48 @@ def test_graphs_of_prefills_are_their_steps_run_again(gpu_config: EngineConfig) 
 
 
 @pytest.mark.gpu
+def test_the_same_traffic_has_the_same_answers() -> None:
+    """Steps of hundreds of rows in the served shapes, of graphs in which kernels stand beside each
+    other: whatever reads or writes too early shows, some day, as another logprob."""
+    config = EngineConfig(
+        random_weights="20b",
+        device="cuda",
+        max_model_len=2048,
+        max_num_seqs=128,
+        max_num_batched_tokens=8192,
+    )
+    engine = Engine(config, load_runner(config))
+
+    def told() -> dict[str, list[tuple[int, float]]]:
+        drawn = random.Random(0)
+        waiting = [
+            GenerationRequest(
+                str(number),
+                tuple(
+                    drawn.randrange(200_000) for _ in range(drawn.choice((9, 33, 75, 75, 158, 300)))
+                ),
+                SamplingParams(
+                    seed=number, logprobs=0, ignore_eos=True, max_tokens=drawn.randrange(2, 40)
+                ),
+            )
+            for number in range(1200)
+        ]
+        found: dict[str, list[tuple[int, float]]] = {each.generation_id: [] for each in waiting}
+        while waiting or engine.has_work:
+            while waiting and len(engine.scheduler.waiting) < 7:
+                engine.add(waiting.pop())
+            for chunk in engine.step():
+                assert not chunk.error
+                told = (each.logprob for each in chunk.logprobs)
+                found[chunk.generation_id] += zip(chunk.token_ids, told, strict=True)
+        return found
+
+    first = told()
+    for _ in range(4):
+        assert told() == first
+
+
+@pytest.mark.gpu
 def test_overlapped_is_plain_on_a_gpu(gpu_config: EngineConfig, gpu_runner: Runner) -> None:
     """No answer ends by what its tokens are, so that the steps are the same."""
     plain, engine = answers(replace(gpu_config, overlap="off"), gpu_runner, ())

@@ -49,8 +49,8 @@ def test_prefills_beside_others_have_graphs_of_few_shapes() -> None:
     assert mixed_shapes(1, 1000, (128,)) == (GraphShape(1, 128, 1),)
     sizes = mixed_shapes(256, 8192)
     assert {shape.num_decodes for shape in sizes} == {0, 8, 16, 32, 64, 128, 256}
-    assert len(sizes) == 20
-    assert max(shape.num_rows for shape in sizes) == 640
+    assert len(sizes) == 27
+    assert max(shape.num_rows for shape in sizes) == 1152
     one = GraphShape(8, 64, 2)
     assert (one.num_rows, one.num_sampled, one.num_sequences) == (72, 10, 11)
     assert GraphShape(8).num_sequences == 8

@@ -688,7 +688,6 @@ struct Math {
                            pack_bf16(sums[i + 2] * inverse[1], sums[i + 3] * inverse[1]),
                            pack_bf16(sums[i + 4] * inverse[0], sums[i + 5] * inverse[0]),
                            pack_bf16(sums[i + 6] * inverse[1], sums[i + 7] * inverse[1]));
-        shared_fence();  // the copy engine writes here next
         __syncwarp();
         uint32_t pieces[4][4];
         const int unit = lane % 8;
@@ -701,6 +700,8 @@ struct Math {
 #pragma unroll
             for (int j = 0; j < 4; ++j) pieces[i][j] = words[j];
         }
+        // Behind the reads, for which an arrival does not wait.
+        shared_fence();  // the copy engine writes here next
         release(shared + QUERY_EMPTY + queries.slot * 8);
         queries.advance();
 #pragma unroll

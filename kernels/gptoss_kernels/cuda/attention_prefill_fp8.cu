@@ -97,7 +97,7 @@ struct Transposer {
             Tile tile;
             tile.get(shared + TILE_OFFSET + queries.slot * 32);
             __syncwarp();
-            arrive(QUERY_EMPTY, queries.slot);
+            arrive(known_with(tile.num_keys, QUERY_EMPTY), queries.slot);
             queries.advance();
             if (tile.num_keys == 0) break;
             const int first = HAS_WINDOW ? tile.position - window + 1 - tile.first_key : 0;

@@ -109,13 +109,13 @@ struct Mailbox {
             load_shared(shared + JOB_OFFSET, job.row, job.row_end, job.column, job.expert);
         if constexpr (IS_PRODUCER) {
             expect(shared);  // the next one
-            empty(shared);
+            empty(known_with(job.row, shared));
         } else {
             job.row = same_in_warp(job.row);
             job.row_end = same_in_warp(job.row_end);
             job.column = same_in_warp(job.column);
             job.expert = same_in_warp(job.expert);
-            if (threadIdx.x % 32 == 0) empty(shared);
+            if (threadIdx.x % 32 == 0) empty(known_with(job.row, shared));
         }
         return job;
     }

@@ -160,7 +160,11 @@ __device__ __forceinline__ void store_wait() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
-// What this thread wrote to shared memory becomes visible to the copy engine.
+// What this thread wrote to shared memory becomes visible to the copy engine, and what it read there
+// has been read. For an arrival, or a copy's start, does not wait for reads that are under way: where
+// an arrival alone gave a place to the copy engine, what that brought next was seen in a row that was
+// read 0.5 us before. So one of both stands between a read and whoever lets the place be written:
+// this fence, or something that needs what was read (see `known_with`).
 __device__ __forceinline__ void shared_fence() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -270,6 +274,11 @@ __device__ __forceinline__ void store_in_cluster(uint32_t* own, uint32_t cta, ui
         "}" ::"r"(shared_address(own)),
         "r"(cta), "r"(value)
         : "memory");
+}
+
+// The address, which is not known before `value` is, which is never negative.
+__device__ __forceinline__ uint32_t known_with(int value, uint32_t address) {
+    return address + (static_cast<uint32_t>(value) >> 31);
 }
 
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
