@@ -161,10 +161,9 @@ __device__ __forceinline__ void store_wait() {
 }
 
 // What this thread wrote to shared memory becomes visible to the copy engine, and what it read there
-// has been read. For an arrival, or a copy's start, does not wait for reads that are under way: where
-// an arrival alone gave a place to the copy engine, what that brought next was seen in a row that was
-// read 0.5 us before. So one of both stands between a read and whoever lets the place be written:
-// this fence, or something that needs what was read (see `known_with`).
+// has been read. For an arrival, or a copy's start, does not wait for reads under way: where an
+// arrival alone gave a place back, what the copy engine brought there next, from L2, came before
+// some of them. So this fence stands between, or something that needs what was read (`known_with`).
 __device__ __forceinline__ void shared_fence() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
