@@ -857,6 +857,8 @@ def test_the_same_traffic_has_the_same_answers() -> None:
         max_model_len=2048,
         max_num_seqs=128,
         max_num_batched_tokens=8192,
+        num_pages=1024,  # other tests may share the GPU
+        num_window_pages=1024,
     )
     engine = Engine(config, load_runner(config))
 
