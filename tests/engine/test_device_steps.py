@@ -882,8 +882,8 @@ def test_the_same_traffic_has_the_same_answers() -> None:
                 engine.add(waiting.pop())
             for chunk in engine.step():
                 assert not chunk.error
-                told = (each.logprob for each in chunk.logprobs)
-                found[chunk.generation_id] += zip(chunk.token_ids, told, strict=True)
+                logprobs = (each.logprob for each in chunk.logprobs)
+                found[chunk.generation_id] += zip(chunk.token_ids, logprobs, strict=True)
         return found
 
     first = told()
