@@ -87,7 +87,10 @@ class ChatClient:
         self, model: str, inputs: Mapping[str, Any], *, timeout_seconds: float | None = None
     ) -> Generator[dict[str, Any], None, None]:
         """The responses of any decoupled model, each its outputs by name: text, number or list."""
-        request = as_request(model, inputs, timeout_seconds)
+        return self.responses(as_request(model, inputs, timeout_seconds))
+
+    def responses(self, request: ModelInferRequest) -> Generator[dict[str, Any], None, None]:
+        """Likewise, of a request that `as_request` made."""
         stream, self._idle = self._idle, None
         if stream is None or not stream.responses.is_active():
             stream = _Stream(self._service)

@@ -26,6 +26,7 @@ MAX_RANKS = 64  # of one machine
 # A GPU reads its weights once for all rows of a step, so a step should have many.
 GPU_MAX_NUM_SEQS = 512
 GPU_MAX_NUM_BATCHED_TOKENS = 8192
+GPU_IDLE_POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,9 @@ class EngineConfig:
         that finds a free place among max_num_seqs is not waiting.
     default_max_tokens: the answer's limit when a request names none; 0 is what the context leaves.
     stream_interval: tokens a stream gathers before a response is sent, after its first token.
+    idle_poll_seconds: so long an engine in a process of its own looks for the next request without
+        sleep when it has nothing to do, which takes a core and saves the first token 0.4 ms: 0, on
+        a GPU 1.
     engine_process: "on" gives the server's engine a process of its own, so that sending responses
         costs it no step; "off" has it in the process that sends. "auto" is on on a GPU.
     """
@@ -101,6 +105,7 @@ class EngineConfig:
     default_max_tokens: int = 0
     default_timeout_seconds: float = 600.0
     stream_interval: int = 1
+    idle_poll_seconds: float = 0.0
     engine_process: Literal["auto", "on", "off"] = "auto"
     enable_prefix_caching: bool = False
 
@@ -128,6 +133,7 @@ class EngineConfig:
             ("kv_cache_gigabytes", 0.001, 100_000),
             ("gpu_memory_utilization", 0.01, 1),
             ("default_timeout_seconds", 0.001, 1e9),
+            ("idle_poll_seconds", 0, 1e6),
         ):
             value = getattr(self, name)
             if not low <= value <= high:
@@ -155,6 +161,7 @@ class EngineConfig:
         if given.get("device") != "cpu" and has_gpu():
             budget = given.setdefault("max_num_batched_tokens", GPU_MAX_NUM_BATCHED_TOKENS)
             given.setdefault("max_num_seqs", max(1, min(GPU_MAX_NUM_SEQS, budget)))
+            given.setdefault("idle_poll_seconds", GPU_IDLE_POLL_SECONDS)
         return cls(**given)
 
 

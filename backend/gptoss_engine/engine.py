@@ -324,22 +324,28 @@ _IDLE_SECONDS = 1.0  # after which a loop without work looks whether its engine 
 class EngineLoop:
     """A thread that steps an engine while it has work, and sleeps while it has none.
 
-    Each generation gets its chunks in order and exactly one final chunk, whatever happens, all
-    from the loop's thread. Callbacks must only enqueue: everybody's next token waits for them. A
-    generation whose callback raises is aborted and hears no more.
+    Each generation gets its chunks in order and exactly one final chunk, whatever happens, one at
+    a time. Callbacks must only enqueue: everybody's next token waits for them. A generation whose
+    callback raises is aborted and hears no more.
     Deadlines need no timer: while anything is open the loop steps, and each step looks at them.
 
     delivering: entered around the callbacks of each step, for whoever takes them together.
+    idle: called by the loop's thread whenever it has nothing more to do.
     """
 
     def __init__(
         self,
         engine: Engine,
         delivering: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        idle: Callable[[], None] = lambda: None,
     ) -> None:
         self._engine = engine
         self._delivering = delivering
-        # Guards all below. The engine itself is the loop thread's alone.
+        self._idle = idle
+        # Whoever has it has the engine: the loop's thread, or one that begins.
+        self._turn = threading.Lock()
+        self._is_over = False
+        # Guards all below.
         self._condition = threading.Condition()
         self._arrivals: list[Sequence] = []
         self._aborts: dict[str, tuple[str, FinishReason]] = {}
@@ -379,11 +385,13 @@ class EngineLoop:
         """
         return self._engine.is_overlapped and not self._engine.has_work
 
-    def submit(self, request: GenerationRequest, on_chunk: OnChunk) -> None:
+    def submit(
+        self, request: GenerationRequest, on_chunk: OnChunk, *, begins: bool = False
+    ) -> None:
         """Admit a request from any thread, or raise InvalidRequest or Unavailable.
 
         Once this returns, `on_chunk` gets every chunk, the last of them with a finish_reason;
-        the first may come before this returns.
+        the first may come before this returns. begins: the caller calls `begin` next.
         """
         sequence = self._engine.prepare(request)
         with self._condition:
@@ -394,7 +402,27 @@ class EngineLoop:
             self._check_queue(sequence)
             self._arrivals.append(sequence)
             self._open[sequence.generation_id] = (sequence, on_chunk)
-            self._condition.notify_all()
+            if not begins:
+                self._condition.notify_all()
+
+    def begin(self) -> None:
+        """Launch what was submitted, if nothing runs, by this thread, which is awake.
+
+        The loop's own waits for the step's end then, and has the step's time to wake.
+        """
+        try:
+            if self._engine.is_overlapped and self._turn.acquire(blocking=False):
+                try:
+                    if self._arrivals and not (self._is_over or self._engine.has_work):
+                        self._go_on()
+                finally:
+                    self._turn.release()
+        except Exception as error:
+            log.exception("the engine loop failed")
+            self._fail(error)
+        finally:
+            with self._condition:
+                self._condition.notify_all()
 
     def admission(self, request: GenerationRequest, on_chunk: OnChunk) -> Future[None]:
         """The same, and what it would raise told by what it returns."""
@@ -468,24 +496,48 @@ class EngineLoop:
 
     def _run(self) -> None:
         try:
-            while (aborts := self._take_mail()) is not None:
-                if aborts:
-                    chunks = [self._engine.abort(id_, *how) for id_, how in aborts.items()]
-                    self._deliver([chunk for chunk in chunks if chunk is not None])
-                self._deliver(self._engine.step())
-            self._deliver(self._engine.abort_all("the engine is stopped"))
-            self._deliver(self._engine.step())  # Waits for the step that is out.
+            goes_on = True
+            while goes_on:
+                self._wait()
+                with self._turn:
+                    goes_on = self._go_on()
+            with self._turn:
+                self._is_over = True
+                self._deliver(self._engine.abort_all("the engine is stopped"))
+                self._deliver(self._engine.step())  # Waits for the step that is out.
         except Exception as error:
             log.exception("the engine loop failed")
-            self._engine.fail(f"the engine loop failed: {_said(error)}")
+            self._fail(error)
         finally:
-            self._close()
+            with self._turn:
+                self._is_over = True
+                self._close()
 
-    def _take_mail(self) -> dict[str, tuple[str, FinishReason]] | None:
-        """Wait for something to do; admit what arrived. What to abort, or None when it is over."""
+    def _fail(self, error: Exception) -> None:
+        self._engine.fail(f"the engine loop failed: {_said(error)}")
+
+    def _wait(self) -> None:
+        """For something to do."""
+        if not self._has_something_to_do():
+            self._idle()
         with self._condition:
             while not self._condition.wait_for(self._has_something_to_do, _IDLE_SECONDS):
                 pass
+
+    def _go_on(self) -> bool:
+        """A step with all that arrived before, unless it is over."""
+        aborts = self._take_mail()
+        if aborts is None:
+            return False
+        if aborts:
+            chunks = [self._engine.abort(id_, *how) for id_, how in aborts.items()]
+            self._deliver([chunk for chunk in chunks if chunk is not None])
+        self._deliver(self._engine.step())
+        return True
+
+    def _take_mail(self) -> dict[str, tuple[str, FinishReason]] | None:
+        """Admit what arrived. What to abort, or None when it is over."""
+        with self._condition:
             if self._is_stopping or self._engine.is_broken:
                 return None
             try:

@@ -10,10 +10,12 @@ import logging
 import os
 import pickle
 import queue
+import select
 import signal
 import socket
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -62,9 +64,10 @@ def run(descriptor: int) -> None:
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
     inbox = Inbox(connection)
-    child = _Child(Outbox(connection))
+    child = _Child(Outbox(connection), inbox)
     [start] = inbox.take()
-    obeying = threading.Thread(target=child.obey, args=(inbox,), name="commands", daemon=True)
+    inbox.poll_seconds = start.config.idle_poll_seconds
+    obeying = threading.Thread(target=child.obey, name="commands", daemon=True)
     obeying.start()
     child.load(start)
     obeying.join()
@@ -74,11 +77,29 @@ class Inbox:
     """The parent's commands, all that have come at a time.
 
     Each wait gives the interpreter's lock away, and who launches a step gives it back late.
+
+    poll_seconds: so long after `look` the next command is looked for without sleep, as long as
+    is_idle says so: a core that has slept is slower in all that it does next.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, poll_seconds: float = 0.0) -> None:
+        self.poll_seconds = poll_seconds
+        self.is_idle: Callable[[], bool] = lambda: True
         self._connection = connection
         self._data = bytearray()
+        self._looking = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._any, self._readable = select.poll(), select.poll()
+        for poll, descriptors in (
+            (self._any, (connection, self._looking)),
+            (self._readable, (connection,)),
+        ):
+            for descriptor in descriptors:
+                poll.register(descriptor, select.POLLIN)
+
+    def look(self) -> None:
+        """Whoever takes should not sleep for a while: from any thread."""
+        if self.poll_seconds:
+            os.eventfd_write(self._looking, 1)
 
     def take(self) -> list[Any]:
         """Wait for one at least. EOFError once the parent has closed its end."""
@@ -87,10 +108,21 @@ class Inbox:
             if commands:
                 del self._data[:num_bytes]
                 return commands
+            self._wait()
             received = self._connection.recv(_MOST_BYTES_AT_ONCE)
             if not received:
                 raise EOFError
             self._data += received
+
+    def _wait(self) -> None:
+        """Until something came, or the parent is gone."""
+        if not self.poll_seconds:
+            return
+        while self._looking in (descriptor for descriptor, _ in self._any.poll()):
+            os.eventfd_read(self._looking)
+            end = time.monotonic() + self.poll_seconds
+            while self.is_idle() and time.monotonic() < end and not self._readable.poll(0):
+                pass
 
 
 class Outbox:
@@ -148,8 +180,9 @@ class Outbox:
 
 
 class _Child:
-    def __init__(self, outbox: Outbox) -> None:
+    def __init__(self, outbox: Outbox, inbox: Inbox) -> None:
         self._outbox = outbox
+        self._inbox = inbox
         self._loop: EngineLoop
         self._chunks: list[Chunk] = []  # of the step that is delivered now: the loop's thread only
         # Guides take up to seconds to compile: whoever has none waits for none of them.
@@ -157,7 +190,9 @@ class _Child:
         self._coming: dict[str, Abort | None] = {}  # who is in it, and how it ended meanwhile
         self._coming_changes = threading.Lock()
         self._admitted: deque[int] = deque()  # of whom the next message tells
-        self._is_admission_due = False  # whether that cannot wait for a step: `obey`'s thread only
+        # Of `obey`'s thread alone: whether that cannot wait for a step, and whether one may begin.
+        self._is_admission_due = False
+        self._has_submitted = False
         self._told: tuple[tuple[Any, ...], bool] | None = None
 
     def load(self, start: Start) -> None:
@@ -166,7 +201,9 @@ class _Child:
             module, function = start.loader.split(":")
             engine = getattr(importlib.import_module(module), function)(start.config)
             keep_for_good()
-            self._loop = EngineLoop(engine, self._delivering)
+            self._loop = EngineLoop(engine, self._delivering, self._inbox.look)
+            # Others need the interpreter's lock while there is work.
+            self._inbox.is_idle = lambda: self._loop.launches_at_once
             _start(self._submit_guided)
         except Exception as error:
             log.exception("the engine cannot be loaded")
@@ -175,13 +212,13 @@ class _Child:
         else:
             self._outbox.put(lambda: Ready(self._loop.stats))
 
-    def obey(self, inbox: Inbox) -> None:
+    def obey(self) -> None:
         """Commands until the parent is gone."""
         try:
             while True:
-                for command in inbox.take():
+                for command in self._inbox.take():
                     self._do(command)
-                self._tell_admitted()
+                self._begin()
         except (EOFError, OSError, pickle.UnpicklingError):
             log.info("the engine's process ends: its parent has closed the connection")
         except Exception:
@@ -213,8 +250,9 @@ class _Child:
     def _submit(self, number: int, request: GenerationRequest) -> None:
         # Looked up before: afterwards the request itself is work.
         is_launched_now = self._loop.launches_at_once
+        self._has_submitted = True
         try:
-            self._loop.submit(request, partial(self._add, number))
+            self._loop.submit(request, partial(self._add, number), begins=True)
         except Exception as error:  # noqa: BLE001  whatever it is, the parent hears of it
             self._tell(number, error)
         else:
@@ -223,8 +261,11 @@ class _Child:
             # of the interpreter.
             self._is_admission_due |= not is_launched_now
 
-    def _tell_admitted(self) -> None:
-        """One message for all that were admitted together."""
+    def _begin(self) -> None:
+        """Launch what was submitted together, if nothing runs; one message for who was admitted."""
+        if self._has_submitted:
+            self._has_submitted = False
+            self._loop.begin()
         if self._is_admission_due:
             self._is_admission_due = False
             self._outbox.put(lambda: self._news([]))

@@ -780,6 +780,65 @@ def test_a_loop_delivers_once_a_step(
     assert len(entered) == len(num_steps) + 2
 
 
+def test_whoever_begins_launches_where_nothing_runs() -> None:
+    launching: list[str] = []
+    gate = Gate()
+    runner = FakeRunner(
+        is_asynchronous=True,
+        on_launch=lambda step: launching.append(threading.current_thread().name),
+        on_run=gate,
+    )
+    own = threading.current_thread().name
+    with running(fake_engine(runner)) as loop:
+        first, second = Client(), Client()
+        loop.begin()
+        assert launching == [], "nothing was submitted"
+        loop.submit(request("a", max_tokens=2, ignore_eos=True), first, begins=True)
+        loop.submit(request("b", max_tokens=2, ignore_eos=True), second, begins=True)
+        assert launching == []
+        loop.begin()
+        gate.wait()  # The loop's own thread asks for what was launched.
+        assert launching[0] == own
+        assert set(launching[1:]) == {"gptoss-engine"}, "the next one, meanwhile"
+        third = Client()
+        loop.submit(request("c", max_tokens=1), third, begins=True)
+        loop.begin()
+        gate.let(4)
+        for client in (first, second, third):
+            assert client.final().finish_reason == "length"
+        assert launching.count(own) == 1
+
+
+def test_a_launch_that_fails_ends_all_whoever_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(step: ScheduledStep) -> None:
+        raise RuntimeError("no launch")
+
+    with running(fake_engine(FakeRunner(is_asynchronous=True, on_launch=broken))) as loop:
+        client = Client()
+        loop.submit(request("a"), client, begins=True)
+        loop.begin()
+        assert client.final().error == "the engine failed: RuntimeError: no launch"
+        assert loop.is_broken
+
+    engine = fake_engine(FakeRunner(is_asynchronous=True))
+    monkeypatch.setattr(engine, "step", lambda: 1 / 0)
+    with running(engine) as loop:
+        client = Client()
+        loop.submit(request("a"), client, begins=True)
+        loop.begin()
+        assert client.final().error.startswith("the engine loop failed: ZeroDivisionError")
+
+
+def test_a_loop_says_whenever_it_has_nothing_to_do(make_engine: MakeEngine) -> None:
+    idle = threading.Semaphore(0)
+    loop = EngineLoop(make_engine(), idle=idle.release)
+    for name in "ab":
+        assert idle.acquire(timeout=SECONDS)
+        assert not idle.acquire(blocking=False)
+        submit(loop, name, max_tokens=3).final()
+    loop.stop()
+
+
 def test_an_open_generation_id_is_refused_by_the_loop_too(make_engine: MakeEngine) -> None:
     gate = Gate()
     with running(make_engine(FakeRunner(on_run=gate))) as loop:

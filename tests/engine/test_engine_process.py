@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,9 +21,9 @@ import pytest
 from gptoss_engine import children, engine_process
 from gptoss_engine import config as config_module
 from gptoss_engine.config import EngineConfig, InvalidConfig
-from gptoss_engine.engine_child import Outbox
+from gptoss_engine.engine_child import Inbox, Outbox
 from gptoss_engine.engine_process import EngineProcess, is_apart
-from gptoss_engine.messages import Submit
+from gptoss_engine.messages import Submit, framed
 from gptoss_engine.model_config import InvalidCheckpoint
 from gptoss_engine.types import InvalidRequest, TokenChunk, TokenLogprob, Unavailable
 
@@ -433,6 +433,45 @@ def test_the_outbox_waits_for_no_reader_and_keeps_the_order() -> None:
         outbox.flush()
         thread.join()
     assert received == [*range(3000)]
+
+
+def test_the_inbox_looks_for_commands_without_sleep_as_long_as_it_is_told() -> None:
+    ours, theirs = socket.socketpair()
+    looked = threading.Semaphore(0)
+    is_idle = True
+
+    def looks() -> bool:
+        looked.release()
+        return is_idle
+
+    with ours, theirs:
+        inbox = Inbox(ours, poll_seconds=1e6)
+        inbox.is_idle = looks
+        taken: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
+
+        def take() -> None:
+            with suppress(EOFError):
+                while True:
+                    taken.put(inbox.take())
+
+        thread = threading.Thread(target=take)
+        thread.start()
+        theirs.sendall(framed("asleep"))
+        assert taken.get(timeout=SECONDS) == ["asleep"]
+        assert not looked.acquire(blocking=False)
+        inbox.look()
+        for _ in range(100):
+            assert looked.acquire(timeout=SECONDS)
+        theirs.sendall(framed("a") + framed("b"))
+        got = taken.get(timeout=SECONDS)
+        assert got + (taken.get(timeout=SECONDS) if got == ["a"] else []) == ["a", "b"]
+        inbox.look()
+        is_idle = False  # Others have work: whoever looks sleeps from now on.
+        theirs.sendall(framed("c"))
+        assert taken.get(timeout=SECONDS) == ["c"]
+        theirs.shutdown(socket.SHUT_RDWR)
+        thread.join(SECONDS)
+        assert not thread.is_alive()
 
 
 _ANSWERS_LATE = f"""

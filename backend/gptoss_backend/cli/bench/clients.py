@@ -19,7 +19,7 @@ from typing import Any
 from gptoss_backend.cli.bench.load import Load, Outcome, Request
 from gptoss_backend.cli.bench.workloads import Ask
 from gptoss_backend.cli.errors import CommandFailed
-from gptoss_backend.client import ChatClient, RequestFailed
+from gptoss_backend.client import ChatClient, RequestFailed, as_request
 
 _MOST_PROCESSES = 8
 _STREAMS_A_PROCESS = 4
@@ -134,13 +134,13 @@ def _work(share: _Share, start: Connection, results: Any) -> None:
 def _answer(share: _Share, start: Connection, results: Any, stack: ExitStack) -> None:
     clients: queue.SimpleQueue[ChatClient] = queue.SimpleQueue()
 
-    def answered(ask: Ask, due: float, began: float) -> Request:
+    def answered(ask: Ask, request: Any, due: float, began: float) -> Request:
         try:
             client = clients.get_nowait()
         except queue.Empty:
             client = stack.enter_context(ChatClient(share.url))
         responses: list[tuple[float, int]] = []
-        for outputs in client.stream(ask.model, ask.inputs):
+        for outputs in client.responses(request):
             count = outputs[ask.counted]
             number = len(count) if isinstance(count, list) else count
             responses.append((time.monotonic() - began, number))
@@ -149,18 +149,23 @@ def _answer(share: _Share, start: Connection, results: Any, stack: ExitStack) ->
         clients.put(client)
         return Request(due, tuple(responses))
 
+    def warm_up(ask: Ask) -> None:
+        answered(ask, as_request(ask.model, ask.inputs), 0.0, 0.0)
+
     def put(due: float, ask: Ask, began: float) -> None:
         try:
-            # In a closed loop a request is due when its stream is free.
+            request = as_request(ask.model, ask.inputs)
+            # In a closed loop a request is due when its stream is free. The engine alone has its
+            # requests made before its time begins, too.
             sent = due if share.streams is None else time.monotonic() - began
-            results.put(answered(ask, sent, began))
+            results.put(answered(ask, request, sent, began))
         except Exception as error:  # noqa: BLE001  whatever it is, nobody else would hear of it
             results.put(f"a request failed: {error}")
 
     try:
         if share.warm_up:
             with ThreadPoolExecutor(len(share.warm_up)) as pool:
-                for _ in pool.map(lambda ask: answered(ask, 0.0, 0.0), share.warm_up):
+                for _ in pool.map(warm_up, share.warm_up):
                     pass
     except RequestFailed as error:
         results.put(f"a request failed: {error}")
