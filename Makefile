@@ -4,6 +4,7 @@
 #   make test                                                every gate and test
 #   make check                                               the same without the server: pre-commit
 #   make bench                                               server against bare engine
+#   make soak                                                10,000 requests, some of them bad
 PYTHON ?= python3
 # On a machine without a GPU, name a CPU build of torch here (see README).
 TORCH ?= torch==2.13.0
@@ -18,7 +19,7 @@ GPTOSS := $(VENV)/bin/gptoss
 # Through the environment, so that no shell reads what is in it.
 export PROMPT
 
-.PHONY: chat serve test check bench clean
+.PHONY: chat serve test check bench soak clean
 .DELETE_ON_ERROR:
 
 $(VENV)/installed: pyproject.toml scripts/setup
@@ -38,6 +39,9 @@ test check: $(VENV)/installed-dev
 
 bench: $(VENV)/installed
 	@$(GPTOSS) bench serve --model "$(MODEL)"
+
+soak: $(VENV)/installed
+	@$(GPTOSS) soak --model "$(MODEL)"
 
 clean:
 	rm -rf $(VENV) dist build .pytest_cache .ruff_cache .hypothesis .import_linter_cache

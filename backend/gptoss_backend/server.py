@@ -254,13 +254,17 @@ class TritonServer:
 
     def num_tokens(self, seconds: float) -> float | None:
         """Tokens read and generated so far, or None if the server does not say it in `seconds`."""
-        url = f"http://{self.ports.url('metrics')}/metrics"
         try:
-            with _DIRECT.open(url, timeout=seconds) as response:
-                found = _TOKENS.findall(response.read().decode())
+            found = _TOKENS.findall(self.metrics(seconds))
         except (OSError, ValueError, http.client.HTTPException):
             return None
         return sum(map(float, found)) if found else None
+
+    def metrics(self, seconds: float) -> str:
+        """What dashboards scrape. OSError, ValueError or HTTPException: not told in time."""
+        url = f"http://{self.ports.url('metrics')}/metrics"
+        with _DIRECT.open(url, timeout=seconds) as response:
+            return response.read().decode()
 
     def drain(self, seconds: float) -> bool:
         """Refuse new requests and let running generations finish; abort those left after `seconds`.

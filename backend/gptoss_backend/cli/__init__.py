@@ -20,6 +20,7 @@ from gptoss_backend.cli.generate import generate
 from gptoss_backend.cli.inspect import inspect
 from gptoss_backend.cli.make_checkpoint import make_checkpoint
 from gptoss_backend.cli.serve import serve
+from gptoss_backend.cli.soak import soak
 from gptoss_backend.installation import ServerError
 from gptoss_engine.checkpoints.work_folder import CannotWrite
 from gptoss_engine.config import InvalidConfig
@@ -34,7 +35,7 @@ app = typer.Typer(
 )
 commands = (
     *(serve, gateway, chat, generate, inspect, convert, make_checkpoint, evaluate),
-    build_kernels,
+    *(build_kernels, soak),
 )
 for command in commands:
     app.command()(command)
