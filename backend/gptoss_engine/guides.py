@@ -97,25 +97,30 @@ class Guides:
         threading.Thread(target=self._loaded, name="guides", daemon=True).start()
 
     def matcher(self, guide: Guide) -> Matcher:
-        """The guide compiled, at its beginning. InvalidRequest if it cannot be.
+        """The guide compiled, at its beginning. InvalidRequest if it cannot be, or if no text fits.
 
-        Where it asks for more than llguidance's limits allow may show only when an answer gets
-        there: then it is the matcher's error.
+        Its first mask is made here too, off the engine's loop. Where a later one asks for more than
+        llguidance's limits allow, or nothing fits any more, it is the matcher's error.
         """
         tokenizer = self._loaded()
         if tokenizer is None:
             raise Unsupported(f"guide cannot be given here: {self._absence}")
         grammar = _grammar(guide)
         try:
-            matcher = bounded(
-                lambda: LLMatcher(tokenizer, grammar, log_level=0, limits=self._limits),
-                _COMPILE_SECONDS,
-            )
+            matcher = bounded(lambda: self._compiled(tokenizer, grammar), _COMPILE_SECONDS)
         except RefusedGrammar as error:
             raise InvalidRequest(f"guide cannot be compiled: {error}") from None
-        if matcher.is_error():
-            raise InvalidRequest(f"guide cannot be compiled: {one_line(matcher.get_error())}")
-        return Matcher(matcher)
+        if matcher.error:
+            raise InvalidRequest(f"guide cannot begin an answer: {matcher.error}")
+        return matcher
+
+    def _compiled(self, tokenizer: LLTokenizer, grammar: str) -> Matcher:
+        compiled = LLMatcher(tokenizer, grammar, log_level=0, limits=self._limits)
+        if compiled.is_error():
+            raise RefusedGrammar(one_line(compiled.get_error()))
+        matcher = Matcher(compiled)
+        fill_masks([matcher], np.zeros((1, -(-self._vocab_size // 32)), dtype=np.int32))
+        return matcher
 
     def _loaded(self) -> LLTokenizer | None:
         with self._lock:

@@ -151,6 +151,9 @@ REFUSED = [
     ("json_schema", '{"$ref": "http://x/y"}', "compiled: .*http://x/y"),
     ("json_schema", "false", "compiled: Unsatisfiable schema: schema is false"),
     ("regex", "(", "guide cannot be compiled: "),
+    ("regex", r"[^\s\S]", "guide cannot begin an answer: "),
+    ("lark", "start: A\nA: /a/ & /b/", "guide cannot begin an answer: "),
+    ("lark", 'start: start "a"', "guide cannot begin an answer: "),
     ("regex", "(?=a)b", "look-around, .* is not supported"),
     ("lark", "start: nope", 'unknown name: "nope"'),
     ("lark", "begin: /a/", "guide cannot be compiled: "),
@@ -226,9 +229,8 @@ def test_an_ambiguous_grammar_ends_before_a_mask_takes_long() -> None:
     loaded = Guides(
         lambda: table._replace(token_bytes=tokens), vocab_size=VOCAB_SIZE, eos_token_ids={EOS}
     )
-    matcher = loaded.matcher(Guide("lark", "start: s\ns: s s | s s s | /[a-z]/ |"))
-    allowed(matcher)
-    assert "Too many items" in matcher.error
+    with pytest.raises(InvalidRequest, match=r"guide cannot begin an answer: .*Too many items"):
+        loaded.matcher(Guide("lark", "start: s\ns: s s | s s s | /[a-z]/ |"))
 
 
 def test_what_is_too_much_shows_where_it_is_too_much() -> None:
