@@ -71,6 +71,8 @@ class EngineConfig:
     stream_interval: tokens a stream gathers before a response is sent, after its first token.
     engine_process: "on" gives the server's engine a process of its own, so that sending responses
         costs it no step; "off" has it in the process that sends. "auto" is on on a GPU.
+    enable_prefix_caching: whether a request begins with the pages that earlier ones have computed
+        of the same prompt.
     """
 
     model: str = DEFAULT_MODEL
@@ -102,7 +104,7 @@ class EngineConfig:
     default_timeout_seconds: float = 600.0
     stream_interval: int = 1
     engine_process: Literal["auto", "on", "off"] = "auto"
-    enable_prefix_caching: bool = False
+    enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
         if self.random_weights and self.model != DEFAULT_MODEL:
@@ -110,8 +112,6 @@ class EngineConfig:
                 f"random_weights ({self.random_weights}) and model ({shown(self.model)}) exclude "
                 "each other"
             )
-        if self.enable_prefix_caching:
-            raise InvalidConfig("enable_prefix_caching must be false: it is not built yet")
         for name, low, high in (
             ("tp", 1, MAX_RANKS),
             ("dp", 1, MAX_RANKS),
