@@ -6,9 +6,9 @@ after another, and in a step each layer stores all keys and values before anybod
 
 A hit of k pages needs all k of the full layers, but of the window layers only those that the next
 query sees, in front of the hit's end. So a window layer's page is worth something where hits end:
-behind a prompt, since the next turn of a chat begins with this one's prompt; behind an answer, since
-a tool's result follows it; and where two prompts part, as behind a system prompt. That is known
-when a second prompt comes whose pages of full layers are there and whose window's are not: it
+behind a prompt, since the next turn of a chat begins with this one's prompt; behind an answer,
+since a tool's result follows it; and where two prompts part, as behind a system prompt. That is
+known when a second prompt comes whose pages of full layers are there and whose window's are not: it
 computes them once more and keeps them for the third. Those pages are kept; all others are cached,
 too, but are the first to go.
 """
