@@ -134,15 +134,11 @@ def main() -> None:
     )
     parser.add_argument("--chats", type=int, nargs="+", default=[75, 150, 300])
     parser.add_argument("--steps", type=int, default=12_000)
+    parser.add_argument("--window-pages", type=int, nargs="+", default=[833, WINDOW_PAGES, 3332])
     options = parser.parse_args()
     for num_chats in options.chats:
-        for policy, pages in (
-            ("lru", WINDOW_PAGES),
-            ("kept", WINDOW_PAGES // 2),
-            ("kept", WINDOW_PAGES),
-            ("kept", 2 * WINDOW_PAGES),
-            ("every window", FULL_PAGES),
-        ):
+        kept = (("kept", pages) for pages in options.window_pages)
+        for policy, pages in (("lru", WINDOW_PAGES), *kept, ("every window", FULL_PAGES)):
             print(json.dumps(measure(policy, num_chats, options.steps, pages)), flush=True)
 
 
