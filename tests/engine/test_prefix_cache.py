@@ -273,7 +273,7 @@ def model_requests() -> list[GenerationRequest]:
 def model_answers(config: EngineConfig) -> tuple[dict[str, tuple[int, ...]], Engine]:
     engine = Engine(config, load_runner(config))
     waiting = model_requests()
-    found = {one.generation_id: () for one in waiting}
+    found: dict[str, tuple[int, ...]] = {one.generation_id: () for one in waiting}
     while waiting or engine.has_work:
         if waiting:
             engine.add(waiting.pop())

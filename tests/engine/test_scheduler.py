@@ -683,7 +683,11 @@ class Traffic(RuleBasedStateMachine):
         before = {s: s.num_computed_tokens for s in self.sequences}
         running, has_cache = {*scheduler.running}, scheduler.prefix_cache is not None
         pools = (scheduler.full, scheduler.window)
-        found = [[pool.key(page) for page in range(pool.num_pages)] for pool in pools]
+        # One that is nobody's may go, and hold the same again.
+        found = [
+            [pool.key(page) if pool.num_owners(page) else None for page in range(pool.num_pages)]
+            for pool in pools
+        ]
         step = scheduler.schedule()
         assert sum(item.num_slots for item in step.items) <= scheduler.max_num_batched_tokens
         assert len(step.items) <= len(scheduler.running) <= scheduler.max_num_seqs
@@ -714,7 +718,7 @@ class Traffic(RuleBasedStateMachine):
     def writes_to_no_page_that_is_found(
         self, item: ScheduledItem, found: list[list[bytes | None]]
     ) -> None:
-        """found: the keys before the step, by which pages of each group could be shared."""
+        """found: the keys that owned pages of each group had before the step."""
         scheduler, tables = self.scheduler, item.sequence.page_tables
         pools = (scheduler.full, tables.full), (scheduler.window, tables.window)
         written = range(item.first, item.first + item.num_slots)
