@@ -16,6 +16,7 @@ too, but are the first to go.
 import hashlib
 import secrets
 from array import array
+from collections.abc import Sequence as Tokens
 from typing import NamedTuple
 
 from gptoss_engine.page_pool import GONE, PagePool
@@ -38,7 +39,7 @@ class PageKeys:
         self._page_size = page_size
         self._secret = secrets.token_bytes(_KEY_BYTES)
 
-    def extend(self, keys: list[bytes], token_ids: list[int], salt: str = "") -> None:
+    def extend(self, keys: list[bytes], token_ids: Tokens[int], salt: str = "") -> None:
         """Append those of all pages that these tokens fill and that have none yet.
 
         salt: with another one, the same tokens have other keys.
@@ -47,7 +48,7 @@ class PageKeys:
         if first == end:
             return
         parent = keys[-1] if keys else self._hash(salt.encode(), b"salt")
-        tokens = memoryview(array("i", token_ids[first * self._page_size : end * self._page_size]))
+        tokens = memoryview(array("q", token_ids[first * self._page_size : end * self._page_size]))
         for start in range(0, len(tokens), self._page_size):
             parent = self._hash(parent + tokens[start : start + self._page_size], b"page")
             keys.append(parent)
