@@ -47,7 +47,7 @@ class PageKeys:
         first, end = len(keys), len(token_ids) // self._page_size
         if first == end:
             return
-        parent = keys[-1] if keys else self._hash(salt.encode(), b"salt")
+        parent = keys[-1] if keys else self._hash(salt.encode(errors="surrogatepass"), b"salt")
         tokens = memoryview(array("q", token_ids[first * self._page_size : end * self._page_size]))
         for start in range(0, len(tokens), self._page_size):
             parent = self._hash(parent + tokens[start : start + self._page_size], b"page")
