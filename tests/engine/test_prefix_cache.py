@@ -282,13 +282,16 @@ def model_answers(config: EngineConfig) -> tuple[dict[str, tuple[int, ...]], Eng
     return found, engine
 
 
-@pytest.mark.parametrize("overlap", ["off", "on"])
-@pytest.mark.parametrize("num_pages", [100, 18])
+@pytest.mark.parametrize(
+    ("num_pages", "overlap", "kv_cache"),
+    [(100, "off", "bf16"), (18, "off", "bf16"), (18, "on", "bf16"), (100, "on", "fp8")],
+)
 def test_a_hit_says_what_a_cold_start_does(
     tiny_checkpoint: TinyCheckpoint,
     one_thread: None,
     num_pages: int,
     overlap: Literal["off", "on"],
+    kv_cache: Literal["bf16", "fp8"],
 ) -> None:
     """The reference model in fp32, token for token, with pages that go to others."""
     config = EngineConfig(
@@ -302,6 +305,7 @@ def test_a_hit_says_what_a_cold_start_does(
         num_pages=num_pages,
         num_window_pages=60,
         overlap=overlap,
+        kv_cache=kv_cache,
     )
     found, engine = model_answers(config)
     cold, cold_engine = model_answers(replace(config, enable_prefix_caching=False))
