@@ -30,6 +30,7 @@ from gptoss_backend.metrics import EngineMetrics, Finished
 from gptoss_backend.pacing import Acknowledgements
 from gptoss_backend.parameters import (
     abort_reason,
+    cache_salt,
     drain_order,
     own_parameters,
     timeout_seconds,
@@ -125,10 +126,15 @@ class TritonPythonModel:
         timeout = timeout_seconds(request.timeout(), parameters)
         # As an ensemble asks that maps nothing else.
         is_packed = [*request.requested_output_names()] == ["response"]
-        self._generate(inputs, timeout, sender, is_packed)
+        self._generate(inputs, timeout, cache_salt(parameters), sender, is_packed)
 
     def _generate(
-        self, inputs: dict[str, np.ndarray], timeout: float | None, sender: Any, is_packed: bool
+        self,
+        inputs: dict[str, np.ndarray],
+        timeout: float | None,
+        salt: str,
+        sender: Any,
+        is_packed: bool,
     ) -> None:
         if "input_ids" not in inputs:
             raise InvalidRequest("input_ids must be given: the token ids of the prompt")
@@ -137,6 +143,7 @@ class TritonPythonModel:
             token_ids=tuple(inputs["input_ids"].tolist()),
             sampling=SamplingParams.from_mapping(_json_object("sampling", inputs)),
             deadline=None if timeout is None else time.monotonic() + timeout,
+            cache_salt=salt,
         )
         context = _text("context", inputs["context"]) if "context" in inputs else ""
         if is_packed:

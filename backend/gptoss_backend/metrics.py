@@ -19,7 +19,9 @@ _FIRST_TOKEN = "vllm:time_to_first_token_seconds"
 _BETWEEN_TOKENS = "vllm:request_time_per_output_token_seconds"
 _END_TO_END = "vllm:e2e_request_latency_seconds"
 _COUNTERS = {
-    "vllm:prompt_tokens_total": "Prompt tokens computed",
+    "vllm:prompt_tokens_total": "Prompt tokens, computed or found in the prefix cache",
+    "vllm:prefix_cache_queries_total": "Prompt tokens that the prefix cache was asked for",
+    "vllm:prefix_cache_hits_total": "Prompt tokens that the prefix cache had",
     "vllm:generation_tokens_total": "Tokens generated",
     "vllm:num_preemptions_total": "Times that a sequence lost its pages and was computed again",
     "gptoss:aborted_generations_total": "Generations ended by their client, or by their deadline",
@@ -102,6 +104,8 @@ class EngineMetrics:
         )
         aborted = stats.num_finished.get("abort", 0)
         self._raise("vllm:prompt_tokens_total", stats.num_prompt_tokens)
+        self._raise("vllm:prefix_cache_queries_total", stats.num_queried_tokens)
+        self._raise("vllm:prefix_cache_hits_total", stats.num_hit_tokens)
         self._raise("vllm:generation_tokens_total", stats.num_generated_tokens)
         self._raise("vllm:num_preemptions_total", stats.num_preemptions)
         self._raise("gptoss:aborted_generations_total", aborted)

@@ -13,6 +13,7 @@ from gptoss_engine.types import InvalidRequest, SamplingParams, nearest, shown
 
 _INPUTS = ("input_ids", "sampling", "context", "abort")
 _SAMPLING = tuple(field.name for field in fields(SamplingParams))
+MAX_CACHE_SALT = 256  # characters
 _MAX_MICROSECONDS = 2**63 - 1
 _MAX_DRAIN_SECONDS = 1e6
 
@@ -27,7 +28,7 @@ def own_parameters(text: str) -> Parameters:
 
 def timeout_seconds(field: int, parameters: Parameters) -> float | None:
     """Of a prompt: gRPC's `field`, or else the parameter; both in microseconds, 0 is none."""
-    _check_names(parameters, "timeout")
+    _check_names(parameters, "timeout", "cache_salt")
     value = parameters.get("timeout", 0)
     if type(value) is not int or not 0 <= value <= _MAX_MICROSECONDS:
         raise InvalidRequest(
@@ -35,6 +36,16 @@ def timeout_seconds(field: int, parameters: Parameters) -> float | None:
             f"got {shown(value)}"
         )
     return (field or value) / 1e6 or None
+
+
+def cache_salt(parameters: Parameters) -> str:
+    """Of a prompt: whose pages of the prefix cache it may share; "" is everybody's."""
+    value = parameters.get("cache_salt", "")
+    if not isinstance(value, str) or len(value) > MAX_CACHE_SALT:
+        raise InvalidRequest(
+            f"cache_salt must be text of at most {MAX_CACHE_SALT} characters, got {shown(value)}"
+        )
+    return value
 
 
 def abort_reason(parameters: Parameters) -> Literal["abort", "stop"]:

@@ -75,6 +75,8 @@ class EngineConfig:
         a GPU 1.
     engine_process: "on" gives the server's engine a process of its own, so that sending responses
         costs it no step; "off" has it in the process that sends. "auto" is on on a GPU.
+    enable_prefix_caching: whether a request begins with the pages that earlier ones have computed
+        of the same prompt.
     """
 
     model: str = DEFAULT_MODEL
@@ -107,7 +109,7 @@ class EngineConfig:
     stream_interval: int = 1
     idle_poll_seconds: float = 0.0
     engine_process: Literal["auto", "on", "off"] = "auto"
-    enable_prefix_caching: bool = False
+    enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
         if self.random_weights and self.model != DEFAULT_MODEL:
@@ -115,8 +117,6 @@ class EngineConfig:
                 f"random_weights ({self.random_weights}) and model ({shown(self.model)}) exclude "
                 "each other"
             )
-        if self.enable_prefix_caching:
-            raise InvalidConfig("enable_prefix_caching must be false: it is not built yet")
         for name, low, high in (
             ("tp", 1, MAX_RANKS),
             ("dp", 1, MAX_RANKS),

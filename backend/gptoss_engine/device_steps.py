@@ -202,8 +202,11 @@ class DeviceSteps:
         rows, seats = self._config.max_num_batched_tokens, self._config.max_num_seqs
         stops = MAX_STOP_TOKEN_IDS + len(self._model.config.eos_token_ids)
         masked = min(rows, seats * MAXIMUM_DECODE_QUERIES) * max(stops, _MASKED)
-        words = _WORDS * rows + self._num_pages + self._num_window_pages + masked
-        words += 2 * self._full.shape[1]  # of a warm-up whose pages are fewer
+        # Pages that sequences share are sent for each: of full layers whole tables.
+        columns, window = self._full.shape[1], self._model.config.sliding_window
+        pages = seats * (columns + window // self._config.page_size + 2) + self._num_window_pages
+        words = _WORDS * rows + pages + masked
+        words += 2 * columns  # of a warm-up whose pages are fewer
         return 64 * (rows + FILLERS) + 36 * most_sequences(seats) + 4 * words + 1024
 
     @torch.inference_mode()
@@ -458,6 +461,7 @@ class DeviceSteps:
         # Of tables of any length; each prefill may begin and end within a page.
         num_pages = shape.num_prefill_rows // self._config.page_size + shape.num_prefills
         num_words = _WORDS * size + shape.num_prefill_rows + 2 * num_pages
+        num_words += self._full.shape[1]  # that prefills begin with, out of the prefix cache
         num_masked = _MASKED * shape.num_sampled
         items, words = staged.filled(shape.num_sequences, num_rows).arrays(num_words)
         rows, seats = self._due(step, num_first, size - num_first)

@@ -129,6 +129,7 @@ class Engine:
             sliding_window=runner.model_config.sliding_window,
             max_num_tokens=min(runner.max_model_len, full.num_tokens),
             decoder=decoder or PlainDecoder(),
+            has_prefix_cache=config.enable_prefix_caching,
         )
         self._failure = ""
         is_chosen = config.overlap == "on" or (config.overlap == "auto" and runner.is_asynchronous)
@@ -184,7 +185,7 @@ class Engine:
             deadline = arrival_time + self.config.default_timeout_seconds
             request = replace(request, deadline=deadline)
         seed = request.sampling.seed
-        return Sequence.from_request(
+        sequence = Sequence.from_request(
             request,
             seed=secrets.randbits(64) if seed is None else seed,
             max_tokens=min(
@@ -194,6 +195,10 @@ class Engine:
             arrival_time=arrival_time,
             matcher=self._matcher(request),
         )
+        if self.scheduler.prefix_cache is not None:  # Here, where no step waits for it.
+            keys = self.scheduler.prefix_cache.keys
+            keys.extend(sequence.page_keys, sequence.token_ids, sequence.cache_salt)
+        return sequence
 
     def add(self, request: GenerationRequest) -> None:
         """Admit a request. InvalidRequest: it can never run. Unavailable: the engine is broken."""
@@ -283,7 +288,7 @@ class Engine:
         self._admitted.clear()
 
     def stats(self) -> EngineStats:
-        scheduler = self.scheduler
+        scheduler, cache = self.scheduler, self.scheduler.prefix_cache
         return EngineStats(
             num_waiting=len(scheduler.waiting),
             num_waiting_tokens=scheduler.num_waiting_tokens,
@@ -295,6 +300,8 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
             num_prompt_tokens=scheduler.num_prompt_tokens,
             num_generated_tokens=scheduler.num_generated_tokens,
+            num_queried_tokens=0 if cache is None else cache.num_queried_tokens,
+            num_hit_tokens=0 if cache is None else cache.num_hit_tokens,
             num_finished=dict(scheduler.num_finished),
         )
 

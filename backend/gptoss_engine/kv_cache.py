@@ -9,6 +9,8 @@ from torch import Tensor
 from gptoss_engine.config import EngineConfig, InvalidConfig
 from gptoss_engine.model_config import ModelConfig
 
+_SHARE_OF_WINDOW = 8  # docs/LOG.md has what others gave
+
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
@@ -91,11 +93,16 @@ def pages_for(
     """As configured or, where 0, what max_num_seqs sequences can use within so many bytes.
 
     A sequence's window layers hold the pages that its next queries see, and those that the step's
-    own tokens fill: they get what they need, and the full layers the rest. dtype: of the cache.
+    own tokens fill: they get what they need, and the full layers the rest. With a prefix cache
+    they get an eighth of the bytes at least, so that ends of prompts stay as long as what lies
+    before them. dtype: of the cache.
     given: what gives the bytes, for the sentence when they do not suffice.
     """
     page = page_bytes(config, model, dtype)
     window = config.num_window_pages or window_pages(config, model)
+    if config.enable_prefix_caching and not (config.num_pages or config.num_window_pages):
+        share = free_bytes // _SHARE_OF_WINDOW // max(page.window, 1)
+        window = min(max(window, share), _most_pages(config, model))
     room = free_bytes - window * page.window
     # A model whose layers all see a window has no bytes in the other group.
     full = config.num_pages or min(_most_pages(config, model), room // max(page.full, 1))

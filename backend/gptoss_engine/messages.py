@@ -53,16 +53,22 @@ class Submit(NamedTuple):
     token_ids: tuple[int, ...]
     sampling: tuple[Any, ...]
     deadline: float | None
+    cache_salt: str
 
     @classmethod
     def of(cls, number: int, request: GenerationRequest) -> "Submit":
-        sampling = _sampling_values(request.sampling)
-        return cls(number, request.generation_id, request.token_ids, sampling, request.deadline)
+        return cls(
+            *(number, request.generation_id, request.token_ids),
+            _sampling_values(request.sampling),
+            *(request.deadline, request.cache_salt),
+        )
 
     @property
     def request(self) -> GenerationRequest:
         sampling = SamplingParams(*self.sampling)
-        return GenerationRequest(self.generation_id, self.token_ids, sampling, self.deadline)
+        return GenerationRequest(
+            self.generation_id, self.token_ids, sampling, self.deadline, self.cache_salt
+        )
 
 
 class Abort(NamedTuple):

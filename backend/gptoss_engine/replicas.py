@@ -1,13 +1,14 @@
 """Several engines with a whole model each, behind one engine's verbs (DP).
 
-Each is an EngineProcess with GPUs of its own. A request goes to the one with the least to do and
-stays there. They end together: once one is broken, what the others have open ends with an error,
-too, and whoever serves starts all of them anew.
+Each is an EngineProcess with GPUs of its own. A request goes to the one that was given the longest
+part of its prompt last, unless that one has much more to do than others: then to the one with the
+least to do. It stays there. They end together: once one is broken, what the others have open ends
+with an error, too, and whoever serves starts all of them anew.
 """
 
 import logging
 import threading
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -17,6 +18,7 @@ from typing import Any
 
 from gptoss_engine.config import EngineConfig, InvalidConfig, gpu_names
 from gptoss_engine.engine_process import LOADER, EngineProcess
+from gptoss_engine.prefix_cache import PageKeys
 from gptoss_engine.types import (
     EngineStats,
     FinishReason,
@@ -28,12 +30,40 @@ from gptoss_engine.types import (
 
 log = logging.getLogger(__name__)
 
+_MOST_MORE = 8  # open generations, that one may have which has a request's prefix
+_MOST_KEYS = 65_536  # pages of which it is known who has computed them last
+
 
 @dataclass(eq=False, frozen=True, slots=True)
 class _Generation:
     generation_id: str
     engine: EngineProcess
     num_tokens: int
+
+
+class _Homes:
+    """Who was last given a prompt that begins so, by the keys of its whole pages."""
+
+    def __init__(self, page_size: int) -> None:
+        self._keys = PageKeys(page_size)
+        self._engines: OrderedDict[bytes, EngineProcess] = OrderedDict()
+
+    def keys(self, request: GenerationRequest) -> list[bytes]:
+        """Any thread may call it."""
+        keys: list[bytes] = []
+        self._keys.extend(keys, request.token_ids, request.cache_salt)
+        return keys
+
+    def find(self, keys: list[bytes]) -> EngineProcess | None:
+        """Of the longest prefix."""
+        return next((found for key in reversed(keys) if (found := self._engines.get(key))), None)
+
+    def remember(self, keys: list[bytes], engine: EngineProcess) -> None:
+        for key in keys:
+            self._engines[key] = engine
+            self._engines.move_to_end(key)
+        while len(self._engines) > _MOST_KEYS:
+            self._engines.popitem(last=False)
 
 
 class Replicas:
@@ -58,6 +88,7 @@ class Replicas:
         self._num_open: Counter[EngineProcess] = Counter()
         self._num_tokens: Counter[EngineProcess] = Counter()
         self._failure = ""
+        self._homes = _Homes(config.page_size) if config.enable_prefix_caching else None
         start = partial(EngineProcess, replace(config, dp=1), delivering, loader=loader)
         with ThreadPoolExecutor(config.dp) as threads:
             starting = [
@@ -92,11 +123,12 @@ class Replicas:
         if failure := self._look():
             refused.set_exception(Unavailable(failure))
             return refused
+        keys = [] if self._homes is None else self._homes.keys(request)
         with self._lock:
             if request.generation_id in self._open:
                 refused.set_exception(duplicate(request.generation_id))
                 return refused
-            engine = min(self._engines, key=self._load)
+            engine = self._choose(keys)
             generation = _Generation(request.generation_id, engine, len(request.token_ids))
             self._open[request.generation_id] = generation
             self._num_open[engine] += 1
@@ -127,6 +159,15 @@ class Replicas:
     def _each(self, verb: Callable[[EngineProcess], Any]) -> list[Any]:
         with ThreadPoolExecutor(max(1, len(self._engines))) as threads:
             return [*threads.map(verb, self._engines)]
+
+    def _choose(self, keys: list[bytes]) -> EngineProcess:
+        engine = min(self._engines, key=self._load)
+        if self._homes is not None:
+            home = self._homes.find(keys)
+            if home is not None and self._num_open[home] <= self._num_open[engine] + _MOST_MORE:
+                engine = home
+            self._homes.remember(keys, engine)
+        return engine
 
     def _load(self, engine: EngineProcess) -> tuple[int, int]:
         """Its open generations, and the tokens of their prompts."""

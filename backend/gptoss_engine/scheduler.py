@@ -13,6 +13,7 @@ from collections import Counter, deque
 from gptoss_engine.config import InvalidConfig
 from gptoss_engine.decoding import Decoder
 from gptoss_engine.page_pool import PagePool
+from gptoss_engine.prefix_cache import Hit, PrefixCache
 from gptoss_engine.sequence import (
     NO_SEAT,
     NO_TOKEN,
@@ -33,6 +34,7 @@ class Scheduler:
     full, window: the pools of the layers that see everything and of those that see a window.
     sliding_window: a query at position i of a window layer sees keys i - sliding_window + 1 … i.
     max_num_tokens: of one sequence, prompt and answer together; the full pool holds as many.
+    has_prefix_cache: whether a sequence begins with the pages that others have computed.
     Not thread-safe: one caller. It launches each step before it schedules the next, and updates
     with its output before it schedules the next but one. Steps run one after another in that order.
     So pages and seats of which no later step has need are given away at once: a step that is out
@@ -49,6 +51,7 @@ class Scheduler:
         sliding_window: int,
         max_num_tokens: int,
         decoder: Decoder,
+        has_prefix_cache: bool = False,
     ) -> None:
         assert max_num_seqs <= max_num_batched_tokens
         assert max_num_tokens <= full.num_tokens
@@ -68,6 +71,7 @@ class Scheduler:
                 f"num_window_pages must be at least {self.max_window_pages}, the pages that one "
                 f"window of {sliding_window} tokens can touch, got {window.num_pages}"
             )
+        self.prefix_cache = PrefixCache(full, window, sliding_window) if has_prefix_cache else None
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._free_seats = [*reversed(range(max_num_seqs))]
@@ -131,8 +135,11 @@ class Scheduler:
 
         if self.waiting and spare > 0 and not preempted:
             num_growing = sum(map(self._window_grows, self.running))
-            while self.waiting and spare > 0 and self._can_start(self.waiting[0], num_growing):
-                sequence = self._start_first()
+            while self.waiting and spare > 0 and len(self.running) < self.max_num_seqs:
+                hit = self._hit(self.waiting[0])
+                if not self._has_room(self.waiting[0], hit, num_growing):
+                    break
+                sequence = self._start_first(hit)
                 item = self._take(sequence, min(self._room(sequence), spare))
                 (decodes if item.is_decode else prefills).append(item)
                 spare -= item.num_slots
@@ -158,6 +165,8 @@ class Scheduler:
                     num_tokens = item.first + item.num_slots
                     error = f"the model's logits behind {num_tokens} tokens are not numbers"
                     chunks.append(self._finish(item.sequence, "error", error=error))
+                    if self.prefix_cache is not None:  # Nobody else shall read such keys.
+                        self.prefix_cache.forget(item.sequence)
                 elif item.sequence.matcher is not None and item.sequence.matcher.error:
                     error = item.sequence.matcher.error
                     chunks.append(self._finish(item.sequence, "error", error=error))
@@ -199,7 +208,6 @@ class Scheduler:
                 self.window.give_back_below(
                     sequence.page_tables.window,
                     sequence.num_computed_tokens - self.sliding_window + 1,
-                    sequence.generation_id,
                 )
 
     def _room(self, sequence: Sequence) -> int:
@@ -220,11 +228,14 @@ class Scheduler:
             useful = sequence.max_tokens - sequence.num_output_tokens - 1
             draft = self.decoder.propose(sequence)[: min(limit - num_tokens, useful)]
         item = ScheduledItem.of(sequence, num_tokens, draft)
-        end = item.first + item.num_slots
-        self.full.extend(sequence.page_tables.full, end, sequence.generation_id)
-        self.window.extend(sequence.page_tables.window, end, sequence.generation_id)
         sequence.num_computed_tokens += num_tokens
         sequence.num_pending_tokens += item.is_sampled
+        end, tables = item.first + item.num_slots, sequence.page_tables
+        if end > len(tables.full) * self.full.page_size:  # Both tables are equally long.
+            self.full.extend(tables.full, end)
+            self.window.extend(tables.window, end)
+            if self.prefix_cache is not None:  # The page before is full.
+                self.prefix_cache.register(sequence)
         return item
 
     def _window_grows(self, sequence: Sequence) -> bool:
@@ -235,21 +246,29 @@ class Scheduler:
         num_pages = len(sequence.page_tables.window) - first_seen // self.window.page_size
         return num_pages < self.max_window_pages
 
-    def _can_start(self, sequence: Sequence, num_growing: int) -> bool:
-        num_tokens = len(sequence.token_ids)
-        num_window_pages = min(self.window.pages_for(num_tokens), self.max_window_pages)
-        return (
-            len(self.running) < self.max_num_seqs
-            and self.full.pages_for(num_tokens) + len(self.running) <= self.full.num_free
-            and num_window_pages + num_growing <= self.window.num_free
-        )
+    def _hit(self, sequence: Sequence) -> Hit:
+        return Hit([], [], 0) if self.prefix_cache is None else self.prefix_cache.find(sequence)
 
-    def _start_first(self) -> Sequence:
+    def _has_room(self, sequence: Sequence, hit: Hit, num_growing: int) -> bool:
+        """For a sequence that begins with this hit. What is cached of it takes a free page, too."""
+        num_tokens = len(sequence.token_ids)
+        num_pages = self.full.pages_for(num_tokens) + len(self.running)
+        num_window_pages = min(self.window.pages_for(num_tokens), self.max_window_pages)
+        if num_window_pages + num_growing > self.window.num_free:
+            return False
+        if num_pages <= self.full.num_free:
+            return True
+        num_shared = sum(self.full.num_owners(page) > 0 for page in hit.full)
+        return num_pages - num_shared <= self.full.num_free
+
+    def _start_first(self, hit: Hit) -> Sequence:
         sequence = self.waiting.popleft()
         self.num_waiting_tokens -= len(sequence.token_ids)
         sequence.status = Status.RUNNING
         sequence.seat = self._free_seats.pop()
         self.running.append(sequence)
+        if self.prefix_cache is not None:
+            self.prefix_cache.share(sequence, hit)
         return sequence
 
     def _preempt_last(self) -> Sequence:
@@ -325,8 +344,10 @@ class Scheduler:
         self.running.remove(sequence)
         self._free_seats.append(sequence.seat)
         sequence.seat = NO_SEAT
-        self.full.give_back_all(sequence.page_tables.full, sequence.generation_id)
-        self.window.give_back_all(sequence.page_tables.window, sequence.generation_id)
+        if self.prefix_cache is not None:
+            self.prefix_cache.leave(sequence)
+        self.full.give_back_all(sequence.page_tables.full)
+        self.window.give_back_all(sequence.page_tables.window)
         sequence.status = status
 
 
@@ -345,5 +366,5 @@ def _chunk(
         finish_reason=reason,
         error=error,
         num_prompt_tokens=sequence.num_prompt_tokens,
-        num_cached_tokens=sequence.num_cached_tokens,
+        num_cached_tokens=sequence.num_cached_tokens or 0,
     )

@@ -43,6 +43,11 @@ class Sequence:
     max_tokens: the answer's limit, resolved at admission. seed: resolved at admission.
     arrival_time, deadline: time.monotonic() values in seconds.
     matcher: where the answer stands in its guide's grammar: behind all that are in token_ids.
+    cache_salt: pages are shared by sequences of the same salt alone.
+    num_cached_tokens: of the prompt, that it found computed at its first start; None before.
+    page_keys: by which whole pages are known in the prefix cache; of its first
+    num_registered_pages others can find them, and num_matched_pages of full layers were there
+    when it started.
     """
 
     generation_id: str
@@ -55,12 +60,16 @@ class Sequence:
     arrival_time: float = 0.0
     deadline: float | None = None
     num_computed_tokens: int = 0
-    num_cached_tokens: int = 0
+    num_cached_tokens: int | None = None
     num_pending_tokens: int = 0
     seat: int = NO_SEAT
     page_tables: PageTables = field(default_factory=PageTables)
     status: Status = Status.WAITING
     matcher: "Matcher | None" = None
+    cache_salt: str = ""
+    page_keys: list[bytes] = field(default_factory=list)
+    num_registered_pages: int = 0
+    num_matched_pages: int = 0
 
     @classmethod
     def from_request(
@@ -86,6 +95,7 @@ class Sequence:
             arrival_time=arrival_time,
             deadline=request.deadline,
             matcher=matcher,
+            cache_salt=request.cache_salt,
         )
 
     @property

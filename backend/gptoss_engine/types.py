@@ -145,12 +145,17 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One answer to be generated. `deadline` is a time.monotonic() value in seconds, or None."""
+    """One answer to be generated.
+
+    deadline: a time.monotonic() value in seconds, or None. cache_salt: what the prefix cache keeps
+    of it only requests with the same salt find; the empty one is everybody's.
+    """
 
     generation_id: str
     token_ids: tuple[int, ...]
     sampling: SamplingParams
     deadline: float | None = None
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +189,11 @@ class TokenChunk:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Gauges at one moment, and counters since the start."""
+    """Gauges at one moment, and counters since the start.
+
+    Pages that are cached and nobody's are not used. num_queried_tokens, num_hit_tokens: of prompts,
+    that the prefix cache was asked for, and that it had.
+    """
 
     num_waiting: int
     num_waiting_tokens: int
@@ -196,6 +205,8 @@ class EngineStats:
     num_preemptions: int
     num_prompt_tokens: int
     num_generated_tokens: int
+    num_queried_tokens: int
+    num_hit_tokens: int
     num_finished: Mapping[FinishReason, int]
 
 

@@ -27,6 +27,7 @@ MAX_TEXT_BYTES = 4 * 2**20
 MAX_STOP_TOKEN_IDS = 125
 """The engine takes 128, and Harmony's three come on top."""
 MAX_TOP_LOGPROBS = 20
+MAX_CACHE_SALT = 256  # characters; as the engine has it
 
 # What goes to the engine as it is; the engine checks type and range.
 _SAMPLING = (
@@ -119,6 +120,12 @@ def read_request(
             # The engine reads it, too.
             if type(value) is not int or value < 0:
                 raise InvalidChat(f"timeout must be microseconds, got {shown(value)}")
+        elif name == "cache_salt":  # The engine's, too.
+            if not isinstance(value, str) or len(value) > MAX_CACHE_SALT:
+                raise InvalidChat(
+                    f"cache_salt must be text of at most {MAX_CACHE_SALT} characters, "
+                    f"got {shown(value)}"
+                )
         elif not name.startswith("triton_"):  # the server's own
             raise InvalidChat(f"unknown field {name!r}{nearest(name, _INPUTS)}")
     fields = {name: _text(name, value) for name, value in inputs.items()}

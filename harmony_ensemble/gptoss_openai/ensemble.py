@@ -18,7 +18,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from gptoss_openai.config import GatewayConfig
 from gptoss_openai.errors import ApiError, Names, from_sentence
-from gptoss_openai.parameters import Inputs, Value
+from gptoss_openai.parameters import PARAMETERS, Inputs, Value
 
 MODEL = "gpt_oss"
 
@@ -245,6 +245,9 @@ def _request(inputs: Inputs) -> Any:
     # So that the end of an answer shows, and the stream can be used again.
     request.parameters["triton_enable_empty_final_response"].bool_param = True
     for name, value in inputs.items():
+        if name in PARAMETERS and isinstance(value, bytes):
+            request.parameters[name].string_param = value.decode()
+            continue
         datatype, shape, content = _tensor(name, value)
         request.inputs.add(name=name, datatype=datatype, shape=[shape])
         request.raw_input_contents.append(content)

@@ -113,7 +113,10 @@ COMPLETION: Mapping[str, Field] = {
     "presence_penalty": Field("presence_penalty", _number),
     "frequency_penalty": Field("frequency_penalty", _number),
     "logit_bias": Field("logit_bias", _bias),
+    "cache_salt": Field("cache_salt", text),
 }
+# Of the inputs above those that the ensemble takes as a request's parameters, as text.
+PARAMETERS = ("cache_salt",)
 TOOLS: Mapping[str, Field] = {
     "tools": Field("tools", as_json),
     "tool_choice": Field("tool_choice", tool_choice),
@@ -126,7 +129,6 @@ VLLM: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],),
     "bad_words": ([],),
     "best_of": (1,),
-    "cache_salt": (),
     "detokenize": (True,),
     "guided_choice": (),
     "guided_decoding_backend": (),
@@ -222,8 +224,15 @@ def includes_usage(body: Mapping[str, Any], *, stream: bool) -> bool:
 
 def check(inputs: Inputs, names: Names) -> None:
     """Refuse what the ensemble's first step would."""
+    parameters: dict[str, str] = {}
+    tensors: Inputs = {}
+    for name, value in inputs.items():
+        if name in PARAMETERS and isinstance(value, bytes):
+            parameters[name] = value.decode()
+        else:
+            tensors[name] = value
     try:
-        check_stop_words(read_request(inputs, {}).stop_words)
+        check_stop_words(read_request(tensors, parameters).stop_words)
     except UnsupportedChat as error:
         raise names.refusal(str(error), code="unsupported_parameter") from None
     except InvalidChat as error:

@@ -79,6 +79,7 @@ def decoding(num_sequences: int, num_steps: int) -> Scheduler:
         sliding_window=SLIDING_WINDOW,
         max_num_tokens=max_num_tokens,
         decoder=PlainDecoder(),
+        has_prefix_cache=True,
     )
     for number in range(num_sequences):
         # Page borders are not crossed by all in the same step.

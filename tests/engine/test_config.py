@@ -57,10 +57,6 @@ def test_strings_as_config_pbtxt_has_them_and_typed_values_are_the_same() -> Non
             "enable_prefix_caching must be true or false, got 'maybe'",
         ),
         (
-            {"enable_prefix_caching": True},
-            "enable_prefix_caching must be false: it is not built yet",
-        ),
-        (
             {"tp": 4, "ep": 2},
             "ep must be 1 or tp (4), got 2",
         ),

@@ -133,11 +133,12 @@ def plain(config: EngineConfig) -> Runner:
 
 @pytest.fixture(scope="module")
 def plainly_answered(config: EngineConfig) -> Callable[[int], dict[str, "Answer"]]:
-    """Of a plain engine with so many pages of each kind."""
+    """Of a plain engine with so many pages of each kind, none of which is shared."""
 
     @cache
     def answered(num_pages: int) -> dict[str, Answer]:
         few = replace(config, num_pages=num_pages, num_window_pages=num_pages, overlap="off")
+        few = replace(few, enable_prefix_caching=False)
         found, engine = answers(few, load_runner(few))
         assert not engine.is_overlapped
         return found
@@ -232,6 +233,7 @@ def test_a_guess_beside_a_chunk_that_ends_no_prompt_is_no_step_of_decodes(
 
 def requests(count: int, stop_token_ids: tuple[int, ...]) -> Iterator[GenerationRequest]:
     chance = random.Random(0)
+    stems = [[chance.randrange(512) for _ in range(60)] for _ in range(3)]
     for index in range(count):
         sampling = replace(
             chance.choice(SAMPLINGS[:4]),
@@ -241,6 +243,8 @@ def requests(count: int, stop_token_ids: tuple[int, ...]) -> Iterator[Generation
             ignore_eos=True,
         )
         prompt = [chance.randrange(512) for _ in range(chance.randint(1, 90))]
+        if index % 2:  # They find pages of others.
+            prompt = chance.choice(stems)[: chance.randint(16, 60)] + prompt[:30]
         yield GenerationRequest(str(index), tuple(prompt), sampling)
 
 
@@ -278,6 +282,7 @@ def test_an_engine_says_the_same_overlapped_and_preempted(
     found, engine = answers(config, on_device(config, capture))
     assert engine.is_overlapped
     assert (engine.stats().num_preemptions > 0) == (num_pages == 14)
+    assert engine.stats().num_hit_tokens > 100
     assert are_the_same(found, plainly_answered(num_pages))
 
 

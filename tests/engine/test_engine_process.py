@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -358,6 +359,7 @@ def test_answers_of_the_overlapped_loop_are_the_same() -> None:
 
 def test_a_request_arrives_as_it_was_sent() -> None:
     one = request("a", (1, 2), deadline=7.5, max_tokens=3, stop_token_ids=[5], logprobs=2)
+    one = replace(one, cache_salt="ours")
     submit = pickle.loads(pickle.dumps(Submit.of(4, one)))
     assert (submit.number, submit.request) == (4, one)
 

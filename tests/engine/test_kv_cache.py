@@ -12,7 +12,9 @@ from .fakes import FakeRunner, model_config, request
 
 # Two layers, one of each kind, one KV head of 4: 2 * 4 * 4 bytes a token and layer in fp32.
 MODEL = model_config(sliding_window=128, max_model_len=4096)
-CONFIG = EngineConfig(page_size=64, max_num_seqs=2, max_num_batched_tokens=640)
+CONFIG = EngineConfig(
+    page_size=64, max_num_seqs=2, max_num_batched_tokens=640, enable_prefix_caching=False
+)
 
 
 def test_configured_counts_are_kept():
@@ -28,6 +30,20 @@ def test_derived_counts_serve_all_sequences_and_no_more():
     assert PageCounts.derive(CONFIG, MODEL, torch.float32) == PageCounts(full=128, window=18)
     short = replace(CONFIG, max_model_len=100)
     assert PageCounts.derive(short, MODEL, torch.float32) == PageCounts(full=4, window=4)
+
+
+def test_a_prefix_cache_gives_window_layers_an_eighth():
+    config = replace(CONFIG, kv_cache_gigabytes=0.008, max_num_seqs=64)
+    of_seats = PageCounts.derive(config, MODEL, torch.float32).window
+    assert of_seats == 64 * 3 + 12
+    counts = PageCounts.derive(replace(config, enable_prefix_caching=True), MODEL, torch.float32)
+    assert counts.window == 8_000_000 // 8 // (64 * 32) > of_seats
+    assert counts.full == 8_000_000 // (64 * 32) - counts.window
+    few = replace(config, enable_prefix_caching=True, kv_cache_gigabytes=0.002)
+    assert PageCounts.derive(few, MODEL, torch.float32).window == of_seats, "what seats need"
+    # Whoever says how many there are has said it.
+    given = replace(config, enable_prefix_caching=True, num_pages=100)
+    assert PageCounts.derive(given, MODEL, torch.float32) == PageCounts(100, of_seats)
 
 
 def engine_of_32_seats(

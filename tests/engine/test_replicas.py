@@ -97,6 +97,22 @@ def test_a_request_goes_to_whoever_has_the_least_to_do(engine: Replicas) -> None
         assert (final.finish_reason, final.error) == ("stop", "enough")
 
 
+def test_a_request_goes_to_who_has_its_prefix_unless_that_one_has_much_to_do(
+    engine: Replicas,
+) -> None:
+    prompt = (5, *range(16))
+    first = submit(engine, "first", *prompt, max_tokens=1)
+    busy = submit(engine, "busy", *prompt, **FOREVER)
+    assert (first.final().num_cached_tokens, busy.next().num_cached_tokens) == (0, 16)
+    home = running_on(engine).index(1)
+    later = [submit(engine, f"later {n}", *prompt, n, **FOREVER) for n in range(9)]
+    assert (running_on(engine)[home], sum(running_on(engine))) == (9, 10)
+    names = ["busy", *(f"later {n}" for n in range(9))]
+    for name, client in zip(names, [busy, *later], strict=True):
+        engine.abort(name)
+        assert client.final().finish_reason == "abort"
+
+
 def test_stats_are_of_all_together(engine: Replicas) -> None:
     before = engine.stats
     clients = [submit(engine, name, **FOREVER) for name in "ab"]

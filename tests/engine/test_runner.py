@@ -362,7 +362,7 @@ def test_load_runner_derives_what_is_not_configured(tiny_checkpoint: TinyCheckpo
     config = EngineConfig(model=str(tiny_checkpoint.original), device="cpu", max_num_seqs=2)
     config = replace(config, max_num_batched_tokens=64, max_model_len=640)
     runner = load_runner(config)
-    assert (runner.num_pages, runner.num_window_pages) == (20, 9)
+    assert (runner.num_pages, runner.num_window_pages) == (20, 20)
     assert runner.max_model_len == 640
     assert runner.model_config.vocab_size == 512
 

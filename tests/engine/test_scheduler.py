@@ -1,4 +1,4 @@
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +12,7 @@ from gptoss_engine.decoding import Decoder
 from gptoss_engine.decoding.plain import PlainDecoder
 from gptoss_engine.page_pool import GONE, PagePool
 from gptoss_engine.scheduler import Scheduler
-from gptoss_engine.sequence import NO_SEAT, ScheduledStep, Sequence, Status
+from gptoss_engine.sequence import NO_SEAT, ScheduledItem, ScheduledStep, Sequence, Status
 from gptoss_engine.types import TokenChunk
 
 from .fakes import EOS, FakeRunner, GuessingDecoder, Launched, answer, request
@@ -24,6 +24,7 @@ def make_scheduler(
     max_num_seqs: int = 4,
     max_num_batched_tokens: int = 8,
     decoder: Decoder | None = None,
+    has_prefix_cache: bool = True,
 ) -> Scheduler:
     full = PagePool(runner.num_pages, runner.page_size)
     return Scheduler(
@@ -34,6 +35,7 @@ def make_scheduler(
         sliding_window=runner.sliding_window,
         max_num_tokens=min(runner.max_model_len, full.num_tokens),
         decoder=decoder or PlainDecoder(),
+        has_prefix_cache=has_prefix_cache,
     )
 
 
@@ -43,11 +45,14 @@ def make_sequence(
     max_tokens: int,
     *,
     deadline: float | None = None,
+    prompt: int | None = None,
     **sampling: Any,
 ) -> Sequence:
-    """A prompt that no other generation id has, and no end token unless asked for."""
+    """A prompt that no other generation id has unless one is named, and no end token unless asked
+    for."""
     number = int.from_bytes(generation_id.encode(), "big")
-    token_ids = tuple((number * 31 + i * 7) % 89 for i in range(prompt_length))
+    start = number if prompt is None else prompt
+    token_ids = tuple((start * 31 + i * 7) % 89 for i in range(prompt_length))
     sampling = {"ignore_eos": True} | sampling
     return Sequence.from_request(
         request(generation_id, token_ids, deadline=deadline, **sampling),
@@ -566,6 +571,7 @@ class Traffic(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 4),
         extra_budget=st.integers(0, 8),
         mode=st.sampled_from(["plain", "overlapped", "overlapped", "guessing"]),
+        has_prefix_cache=st.booleans(),
     )
     def begin(
         self,
@@ -576,6 +582,7 @@ class Traffic(RuleBasedStateMachine):
         max_num_seqs: int,
         extra_budget: int,
         mode: str,
+        has_prefix_cache: bool,
     ) -> None:
         self.num_out = 1 if mode == "overlapped" else 0
         self.runner = FakeRunner(
@@ -591,7 +598,9 @@ class Traffic(RuleBasedStateMachine):
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + extra_budget,
             decoder=GuessingDecoder(sliding_window) if mode == "guessing" else None,
+            has_prefix_cache=has_prefix_cache,
         )
+        self.contents: dict[bytes, tuple[str | int, ...]] = {}
         self.out: deque[tuple[ScheduledStep, Launched]] = deque()
         self.sequences: list[Sequence] = []
         self.answers: dict[str, tuple[tuple[int, ...], str]] = {}
@@ -600,6 +609,8 @@ class Traffic(RuleBasedStateMachine):
 
     @rule(
         prompt_length=st.integers(1, 23),
+        prompt=st.sampled_from([None, 1, 2]),
+        salt=st.sampled_from(["", "", "ours"]),
         max_tokens=st.integers(1, 12),
         seconds=st.one_of(st.none(), st.integers(1, 20)),
         sampling=st.fixed_dictionaries(
@@ -612,7 +623,13 @@ class Traffic(RuleBasedStateMachine):
         ),
     )
     def add(
-        self, prompt_length: int, max_tokens: int, seconds: int | None, sampling: dict[str, Any]
+        self,
+        prompt_length: int,
+        prompt: int | None,
+        salt: str,
+        max_tokens: int,
+        seconds: int | None,
+        sampling: dict[str, Any],
     ) -> None:
         limit = self.scheduler.max_num_tokens
         sampling["min_tokens"] = min(sampling["min_tokens"], max_tokens)
@@ -622,8 +639,10 @@ class Traffic(RuleBasedStateMachine):
             prompt_length,
             min(max_tokens, limit - prompt_length),
             deadline=None if seconds is None else self.now + seconds,
+            prompt=prompt,
             **sampling,
         )
+        sequence.cache_salt = salt
         self.sequences.append(sequence)
         self.answers[sequence.generation_id] = answer(sequence, self.runner.sliding_window)
         self.chunks[sequence.generation_id] = []
@@ -662,6 +681,13 @@ class Traffic(RuleBasedStateMachine):
     def step(self) -> None:
         scheduler = self.scheduler
         before = {s: s.num_computed_tokens for s in self.sequences}
+        running, has_cache = {*scheduler.running}, scheduler.prefix_cache is not None
+        pools = (scheduler.full, scheduler.window)
+        # One that is nobody's may go, and hold the same again.
+        found = [
+            [pool.key(page) if pool.num_owners(page) else None for page in range(pool.num_pages)]
+            for pool in pools
+        ]
         step = scheduler.schedule()
         assert sum(item.num_slots for item in step.items) <= scheduler.max_num_batched_tokens
         assert len(step.items) <= len(scheduler.running) <= scheduler.max_num_seqs
@@ -669,7 +695,13 @@ class Traffic(RuleBasedStateMachine):
         assert not scheduler.running or scheduler.running[0] in served, "the oldest advances"
         for item in step.items:
             assert item.sequence.status is Status.RUNNING
-            assert (item.seat, item.first) == (item.sequence.seat, before[item.sequence])
+            assert item.seat == item.sequence.seat
+            if item.sequence in running:
+                assert item.first == before[item.sequence]
+            else:
+                assert item.first % scheduler.full.page_size == 0
+                assert has_cache or item.first == 0
+            self.writes_to_no_page_that_is_found(item, found)
             assert item.sequence.num_computed_tokens > item.first
         assert all(s in scheduler.waiting and s.num_computed_tokens == 0 for s in step.preempted)
         is_prefill = [not item.is_decode for item in step.items]
@@ -682,6 +714,18 @@ class Traffic(RuleBasedStateMachine):
         self.pages_and_queues_are_whole()
         if len(self.out) > self.num_out or not step.items:
             self.update()
+
+    def writes_to_no_page_that_is_found(
+        self, item: ScheduledItem, found: list[list[bytes | None]]
+    ) -> None:
+        """found: the keys that owned pages of each group had before the step."""
+        scheduler, tables = self.scheduler, item.sequence.page_tables
+        pools = (scheduler.full, tables.full), (scheduler.window, tables.window)
+        written = range(item.first, item.first + item.num_slots)
+        for (pool, table), keys in zip(pools, found, strict=True):
+            for page in {table[position // pool.page_size] for position in written}:
+                assert pool.num_owners(page) == 1 or pool.key(page) not in keys
+                assert pool.key(page) is None or keys[page] != pool.key(page)
 
     def update(self) -> None:
         step, launched = self.out.popleft()
@@ -727,14 +771,17 @@ class Traffic(RuleBasedStateMachine):
         assert sorted(seats + scheduler._free_seats) == [*range(scheduler.max_num_seqs)]
         assert scheduler.num_waiting_tokens == sum(len(s.token_ids) for s in scheduler.waiting)
         for pool, group in ((scheduler.full, "full"), (scheduler.window, "window")):
-            owned = [
-                (page, s.generation_id)
-                for s in still_open
-                for page in getattr(s.page_tables, group)
-                if page != GONE
-            ]
-            assert len(owned) == len(dict(owned)) == pool.num_used
-            assert all(pool.owner(page) == owner for page, owner in owned)
+            owned = Counter(
+                page for s in still_open for page in getattr(s.page_tables, group) if page != GONE
+            )
+            assert len(owned) == pool.num_used
+            assert all(pool.num_owners(page) == count for page, count in owned.items())
+            assert all(pool.key(page) is not None for page, count in owned.items() if count > 1)
+        for sequence in self.sequences:
+            for number, key in enumerate(sequence.page_keys, start=1):
+                held = sequence.token_ids[: number * scheduler.full.page_size]
+                same = (sequence.cache_salt, *held)
+                assert self.contents.setdefault(key, same) == same
 
     def teardown(self) -> None:
         """No starvation: each step gives the oldest at least one of all its tokens."""

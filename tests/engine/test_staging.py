@@ -105,11 +105,13 @@ def steps(seed: int, num_full: int, num_window: int, *, overlaps: bool) -> Itera
         sliding_window=WINDOW,
         max_num_tokens=min(COLUMNS * PAGE_SIZE, full.num_tokens),
         decoder=PlainDecoder(),
+        has_prefix_cache=True,
     )
+    prompts = [[chance.randrange(VOCABULARY) for _ in range(25)] for _ in range(8)]
     before: list[tuple[ScheduledStep, StepOutput]] = []
     for number in range(60):
         while chance.random() < 0.4:
-            made = sequence([chance.randrange(VOCABULARY) for _ in range(chance.randint(1, 25))])
+            made = sequence(chance.choice(prompts)[: chance.randint(1, 25)])
             made.generation_id = f"{number}.{chance.random()}"
             made.max_tokens = chance.randint(1, scheduler.max_num_tokens - 25)
             made.stop_token_ids = frozenset(range(5))

@@ -145,6 +145,8 @@ def test_what_only_vllm_has_is_unsupported_by_name(name: str) -> None:
         ({"temprature": 1}, "unknown field 'temprature'; did you mean 'temperature'?"),
         ({"zzz": 1}, "unknown field 'zzz'$"),
         ({"timeout": -1}, "timeout must be microseconds, got -1"),
+        ({"cache_salt": 5}, "cache_salt must be text of at most 256 characters, got 5"),
+        ({"cache_salt": "x" * 257}, "cache_salt must be text of at most 256 characters, got"),
         ({"timeout": "1"}, 'timeout must be microseconds, got "1"'),
     ],
 )
@@ -154,7 +156,7 @@ def test_other_fields_of_a_request(parameters: dict[str, Any], sentence: str) ->
 
 
 def test_the_servers_own_parameters_pass() -> None:
-    parameters = {"triton_enable_empty_final_response": True, "timeout": 5}
+    parameters = {"triton_enable_empty_final_response": True, "timeout": 5, "cache_salt": "ours"}
     assert read_request({"text_input": b"hi"}, parameters) == _read()
 
 

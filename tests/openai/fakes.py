@@ -129,7 +129,11 @@ def _message(name: str) -> Any:
 
 def _values(request: Any) -> dict[str, Any]:
     formats = {"BOOL": "<?", "INT32": "<i", "UINT64": "<Q", "FP32": "<f"}
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = {
+        name: parameter.string_param
+        for name, parameter in request.parameters.items()
+        if not name.startswith("triton_")
+    }
     for tensor, content in zip(request.inputs, request.raw_input_contents, strict=True):
         if tensor.datatype != "BYTES":
             (values[tensor.name],) = struct.unpack(formats[tensor.datatype], content)

@@ -55,6 +55,7 @@ def test_parameters_map_one_to_one() -> None:
         min_p=0.1,
         min_tokens=2,
         ignore_eos=True,
+        cache_salt="ours",
         stream=True,
     )
     inputs = {**answer.inputs}
@@ -79,6 +80,7 @@ def test_parameters_map_one_to_one() -> None:
         "min_p": 0.1,
         "min_tokens": 2,
         "ignore_eos": True,
+        "cache_salt": b"ours",
         "stream": True,
     }
 

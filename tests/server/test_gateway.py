@@ -11,6 +11,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -101,6 +102,41 @@ def openai_client(gateway: Gateway, client: Client) -> Iterator[OpenAI]:
     with OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as connected:
         yield connected
     gateway.check()
+
+
+@pytest.mark.server
+def test_what_the_prefix_cache_had_is_told(openai_client: OpenAI, client: Client) -> None:
+    """In the usage, and on the metrics' page; a turn finds what the one before has computed."""
+    messages: list[Any] = []
+    counts: list[tuple[int, int]] = []
+    queries, hits = (f"vllm:prefix_cache_{name}_total" for name in ("queries", "hits"))
+    eventually(client.is_idle, 5)
+    before = client.metrics()
+    for turn in range(3):
+        messages.append({"role": "user", "content": f"Turn {turn}: " + f"{turn} and " * 100})
+        reply = openai_client.chat.completions.create(**GREEDY, messages=messages, max_tokens=2)
+        assert reply.usage is not None
+        assert reply.usage.prompt_tokens_details is not None
+        cached_tokens = reply.usage.prompt_tokens_details.cached_tokens or 0
+        counts.append((reply.usage.prompt_tokens, cached_tokens))
+        messages.append({"role": "assistant", "content": "Yes."})
+    page_size = EngineConfig().page_size
+    for (earlier, _), (_, cached_tokens) in pairwise(counts):
+        assert cached_tokens == (earlier - 1) // page_size * page_size
+    salted: Any = {"extra_body": {"cache_salt": "ours"}, "max_tokens": 1}
+    for cached in (0, (counts[0][0] - 1) // page_size * page_size):
+        reply = openai_client.chat.completions.create(**GREEDY, **salted, messages=messages[:1])
+        assert reply.usage is not None
+        assert reply.usage.prompt_tokens_details is not None
+        assert reply.usage.prompt_tokens_details.cached_tokens == cached
+        counts.append((reply.usage.prompt_tokens, cached))
+    expected = [sum(tokens for tokens, _ in counts), sum(cached for _, cached in counts)]
+
+    def counted() -> list[float]:
+        after = client.metrics()
+        return [after[name] - before[name] for name in (queries, hits)]
+
+    eventually(lambda: counted() == expected, 5)
 
 
 @pytest.mark.server

@@ -14,7 +14,7 @@ def test_configuration_reaches_the_engine_model(tmp_path: Path) -> None:
     write_model_repository(tmp_path / "models", EngineConfig(model=odd, max_num_seqs=3))
     text = (tmp_path / "models" / "gpt_oss_engine" / "config.pbtxt").read_text(encoding="utf-8")
     assert '{ key: "max_num_seqs" value { string_value: "3" } }' in text
-    assert '{ key: "enable_prefix_caching" value { string_value: "false" } }' in text
+    assert '{ key: "enable_prefix_caching" value { string_value: "true" } }' in text
     assert 'string_value: "quote \\" back\\\\slash é"' in text
 
 

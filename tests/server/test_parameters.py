@@ -4,7 +4,13 @@ from typing import Any
 
 import pytest
 
-from gptoss_backend.parameters import abort_reason, drain_order, own_parameters, timeout_seconds
+from gptoss_backend.parameters import (
+    abort_reason,
+    cache_salt,
+    drain_order,
+    own_parameters,
+    timeout_seconds,
+)
 from gptoss_engine.types import InvalidRequest
 
 
@@ -50,6 +56,18 @@ def test_unknown_name_beside_a_prompt_is_refused(name: str, sentence: str) -> No
     with pytest.raises(InvalidRequest) as failure:
         timeout_seconds(0, {name: 1})
     assert str(failure.value).startswith(sentence)
+
+
+def test_cache_salt_is_text() -> None:
+    assert cache_salt({}) == ""
+    assert cache_salt({"cache_salt": "ours", "timeout": 5}) == "ours"
+    assert timeout_seconds(0, {"cache_salt": "ours", "timeout": 5_000_000}) == 5
+
+
+@pytest.mark.parametrize("value", [1, None, ["a"], "x" * 257])
+def test_cache_salt_of_another_type_or_too_long_is_refused(value: Any) -> None:
+    with pytest.raises(InvalidRequest, match="cache_salt must be text of at most 256 characters"):
+        cache_salt({"cache_salt": value})
 
 
 def test_reason_of_an_abort() -> None:

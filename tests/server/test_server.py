@@ -387,6 +387,8 @@ def test_metrics_under_the_names_of_dashboards(client: Client) -> None:
         "vllm:prompt_tokens_total",
         "vllm:generation_tokens_total",
         "vllm:num_preemptions_total",
+        "vllm:prefix_cache_queries_total",
+        "vllm:prefix_cache_hits_total",
         "vllm:num_requests_running",
         "vllm:num_requests_waiting",
         "vllm:kv_cache_usage_perc",

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from gptoss_backend.cli.bench.engines import Prompts
+
 from ..conftest import Run
 
 
@@ -26,6 +28,18 @@ def test_all_requests_are_answered_whole(gptoss: Run) -> None:
     # Four run at once: the last two wait for others to end.
     p50, _, p99 = figures["percentiles_ms"]["ttft"]
     assert p99 > p50 + 2 * figures["tpot_ms"]
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_no_page_is_shared(gptoss: Run, monkeypatch: pytest.MonkeyPatch, shares: bool) -> None:
+    """Also where prompts are the same, unless it is asked for, which is refused."""
+    monkeypatch.setattr(Prompts, "draw", lambda _, num_tokens: (5,) * num_tokens)
+    done = gptoss(
+        *("bench", "throughput", "--num-requests", "3", "--input-len", "65", "--output-len", "1"),
+        *(("--enable-prefix-caching",) if shares else ()),
+    )
+    assert done.code == shares, done.err
+    assert ("bench-2 has found 64 tokens computed" in done.err) == shares
 
 
 def test_an_engine_that_fails_is_a_sentence(gptoss: Run, monkeypatch: pytest.MonkeyPatch) -> None:

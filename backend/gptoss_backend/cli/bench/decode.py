@@ -41,7 +41,7 @@ _PROFILED_STEPS = 8
 _UNLIMITED = 2**31 - 1
 
 
-@engine_config(max_num_seqs=128, default_timeout_seconds=1e9)
+@engine_config(max_num_seqs=128, default_timeout_seconds=1e9, enable_prefix_caching=False)
 def decode(
     *,
     batches: Annotated[str, typer.Option(help="Sequences at once.")] = "1,2,4,8,16,32,64,128",

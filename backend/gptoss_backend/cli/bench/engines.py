@@ -93,11 +93,17 @@ def misfit(engine: "Engine", lengths: Sequence[int]) -> str:
 
 
 def chunks_of_step(engine: "Engine") -> list[TokenChunk]:
-    """Of one step. CommandFailed when the engine failed, or ended a generation early."""
+    """Of one step. CommandFailed when the engine failed, ended a generation early, or did not
+    compute all of a prompt."""
     chunks = engine.step()
     for chunk in chunks:
         if chunk.error:
             raise CommandFailed(chunk.error)
+        if chunk.num_cached_tokens:
+            raise CommandFailed(
+                f"{chunk.generation_id} has found {chunk.num_cached_tokens} tokens computed: "
+                "sequences of a benchmark share no page, so enable_prefix_caching must be false"
+            )
     return chunks
 
 

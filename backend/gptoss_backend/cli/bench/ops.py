@@ -47,7 +47,13 @@ _FLOORS = {
 }
 
 
-@engine_config(cuda_graphs="off", overlap="off", max_num_seqs=128, default_timeout_seconds=1e9)
+@engine_config(
+    cuda_graphs="off",
+    overlap="off",
+    max_num_seqs=128,
+    default_timeout_seconds=1e9,
+    enable_prefix_caching=False,
+)
 def ops(
     *,
     batches: Annotated[str, typer.Option(help="Sequences that decode.")] = "1,32",

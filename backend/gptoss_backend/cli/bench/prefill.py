@@ -34,7 +34,12 @@ if TYPE_CHECKING:
     from gptoss_engine.engine import Engine
 
 
-@engine_config(max_num_batched_tokens=32768, max_num_seqs=16, default_timeout_seconds=1e9)
+@engine_config(
+    max_num_batched_tokens=32768,
+    max_num_seqs=16,
+    default_timeout_seconds=1e9,
+    enable_prefix_caching=False,
+)
 def prefill(
     *,
     lengths: Annotated[str, typer.Option(help="Tokens of a prompt.")] = "8192,32768,65536,128000",

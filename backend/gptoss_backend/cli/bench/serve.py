@@ -47,6 +47,7 @@ _UNLIMITED = 2**31 - 1
     max_waiting_requests=_UNLIMITED,
     max_waiting_tokens=_UNLIMITED,
     default_timeout_seconds=1e9,
+    enable_prefix_caching=False,
 )
 def serve(
     *,

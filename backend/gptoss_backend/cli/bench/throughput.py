@@ -29,7 +29,7 @@ from gptoss_engine.progress import count_bar
 _WARM_UP_TOKENS = 8
 
 
-@engine_config(default_timeout_seconds=1e9)
+@engine_config(default_timeout_seconds=1e9, enable_prefix_caching=False)
 def throughput(
     *,
     num_requests: Annotated[int, typer.Option(min=1)] = 1000,
