@@ -206,7 +206,7 @@ class DeviceSteps:
         words = -(-model.config.vocab_size // 32) + 1
         most_guided = 1 << (seats - 1).bit_length()
         self._masks = Staging(4 * words * most_guided + ALIGNMENT, device, ops.transfer)
-        # A sequence's penalised tokens are its own, the biased ones, and those that round them up.
+        # A sequence's penalised tokens are its own, the biased ones, and the sum is rounded up.
         own = min(model.config.vocab_size, max_model_len + MAX_BIASED_TOKENS)
         self._most_entries = min(1 << (seats * own - 1).bit_length(), _MOST_ENTRIES)
         most_bytes = Penalized.most_bytes(seats, self._most_masked, self._most_entries)
@@ -342,6 +342,7 @@ class DeviceSteps:
                 *(outputs.logits, self._room.input_ids, outputs.token_ids),
                 *(arrays, self._penalized_logits),
             )
+        if penalized:
             self._last_token_ids.index_copy_(0, sent.sample_seats, outputs.token_ids)
 
     def _guide(self, guided: Guided) -> None:

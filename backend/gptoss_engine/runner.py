@@ -211,6 +211,7 @@ class Runner:
             arrays = [torch.from_numpy(array).to(self._device) for array in part.arrays]
             room = logits.new_empty((len(part.kept), logits.shape[1]), dtype=torch.float32)
             self._sampler.choose_penalized(logits, batch.input_ids, token_ids, arrays, room)
+        if penalized:
             self._last_token_ids[batch.sample_seats] = token_ids
 
 

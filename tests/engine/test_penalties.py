@@ -45,6 +45,7 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
 )
 NAMES = [f"penalised {index}" for index in range(9)]
 FREE = ["free 1", "free 22"]
+OVERLAPS = (pytest.param("off", marks=pytest.mark.long), "on")
 GUIDES = guides()
 
 
@@ -112,7 +113,7 @@ class Watched:
 
 
 @pytest.mark.parametrize("sampling", [each for each in SAMPLINGS if each["temperature"] == 0])
-@pytest.mark.parametrize("overlap", ["off", "on"])
+@pytest.mark.parametrize("overlap", OVERLAPS)
 def test_tokens_are_chosen_as_vllm_would(
     config: EngineConfig,
     runner: Runner,
@@ -150,7 +151,7 @@ def test_tokens_are_chosen_as_vllm_would(
     assert said != raw, "else nothing was penalised"
 
 
-@pytest.mark.parametrize("overlap", ["off", "on"])
+@pytest.mark.parametrize("overlap", OVERLAPS)
 def test_beside_others_is_alone(
     config: EngineConfig, runner: Runner, alone: dict[str, Any], overlap: Literal["off", "on"]
 ) -> None:
@@ -167,7 +168,11 @@ def test_preempted_is_undisturbed(config: EngineConfig, alone: dict[str, Any]) -
 
 @pytest.mark.parametrize(
     ("capture", "num_pages", "most_entries"),
-    [(Recorded(), 16, 2**20), (Recorded(64), 120, 64), (None, 120, 2**20)],
+    [
+        (Recorded(), 16, 2**20),
+        (Recorded(64), 120, 64),
+        pytest.param(None, 120, 2**20, marks=pytest.mark.long),
+    ],
     ids=["preempted", "prefills", "none"],
 )
 def test_as_on_a_gpu_it_is_the_same(
@@ -324,7 +329,7 @@ def test_on_a_gpu_beside_others_is_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     engine = Engine(config, made)
     assert engine.is_overlapped
     biased = {"logit_bias": {"4321": 100.0}, "temperature": 0.0, "max_tokens": 5}
-    strong = {"frequency_penalty": 2.0, "logit_bias": {"4321": 100.0, "77": 97.0}, "max_tokens": 8}
+    strong = {"frequency_penalty": 2.0, "logit_bias": {"4321": 100.0, "77": 97.0}, "max_tokens": 40}
     asked = [
         GenerationRequest(name, (5, 6, 7), SamplingParams.from_mapping(values))
         for name, values in (("biased", biased), ("strong", {**strong, "temperature": 0.0}))
