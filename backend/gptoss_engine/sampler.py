@@ -179,7 +179,7 @@ class Penalized(NamedTuple):
     def most_bytes(cls, num_rows: int, num_masked: int, num_entries: int) -> int:
         """Of the arrays of so many rows, with so many masked tokens each."""
         num_rows = max(num_rows + PENALIZED_ROWS, _LEAST_ENTRIES)
-        return (72 + 4 * num_masked) * num_rows + 12 * num_entries + 1024
+        return (76 + 4 * num_masked) * num_rows + 12 * num_entries + 1024
 
 
 class _PenalizedRow(NamedTuple):
