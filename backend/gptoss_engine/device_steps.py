@@ -33,10 +33,19 @@ from gptoss_engine.graphs import (
 from gptoss_engine.kv_cache import KVCache
 from gptoss_engine.model import GptOss
 from gptoss_engine.progress import tracked
-from gptoss_engine.sampler import Guided, Sampled, Sampler, Sampling, Wait
+from gptoss_engine.sampler import (
+    PENALIZED_ROWS,
+    Guided,
+    Penalized,
+    Sampled,
+    Sampler,
+    Sampling,
+    Wait,
+)
 from gptoss_engine.sequence import PageTables, ScheduledItem, ScheduledStep, Sequence, StepOutput
 from gptoss_engine.staging import ALIGNMENT, KnownPages, Part, StagedStep, Staging
 from gptoss_engine.types import (
+    MAX_BIASED_TOKENS,
     MAX_LOGPROBS,
     MAX_STOP_TOKEN_IDS,
     GenerationRequest,
@@ -56,6 +65,8 @@ log = logging.getLogger(__name__)
 # Of a graph, for each of its decodes: a token id, and a page of each group; stop tokens that are
 # masked, after each token that is due. A step that brings more runs without a graph.
 _WORDS, _MASKED = 3, 16
+# Tokens that are penalised or biased at a time, of all sequences: 12 MB.
+_MOST_ENTRIES = 2**20
 LONG_ROWS = 2048  # of a prefill that takes more than a few rounds of tiles
 # Of steps whose launches are prepared before the first one is asked for: 20b's take the host 25 ms,
 # in which every stream waits. Larger steps take the device as long.
@@ -69,7 +80,7 @@ class StepPlan(NamedTuple):
     sampling, rows, seats: how the tokens after these rows [S] are chosen, and who keeps them; items
     [B, 9], words [W]: as ops.unpack_step takes them; num_rows: of all sequences; decodes, and how
     many tokens are due after them; num_columns: of the page tables; is_graph: whether there is a
-    graph of it.
+    graph of it; penalized: the rows whose tokens are chosen once more.
     """
 
     sampling: Sampling
@@ -82,6 +93,7 @@ class StepPlan(NamedTuple):
     num_of_decodes: int
     num_columns: int
     is_graph: bool
+    penalized: tuple[Penalized, ...] = ()
 
     @property
     def shape(self) -> GraphShape:
@@ -163,7 +175,8 @@ class DeviceSteps:
         self._graphs: StepGraphs | None = None
         self._graph_parts: dict[GraphShape, tuple[Part, ...]] = {}
         self._graph_inputs: dict[GraphShape, Sent] = {}
-        self._last: tuple[Sent, Outputs] | None = None  # of the step that was enqueued last
+        # Of the step that was enqueued last.
+        self._last: tuple[Sent, Outputs, tuple[Penalized, ...]] | None = None
         self._device = device = model.weights.embedding.device
 
         seats, window = config.max_num_seqs, model.config.sliding_window
@@ -193,6 +206,19 @@ class DeviceSteps:
         words = -(-model.config.vocab_size // 32) + 1
         most_guided = 1 << (seats - 1).bit_length()
         self._masks = Staging(4 * words * most_guided + ALIGNMENT, device, ops.transfer)
+        # A sequence's penalised tokens are its own, the biased ones, and the sum is rounded up.
+        own = min(model.config.vocab_size, max_model_len + MAX_BIASED_TOKENS)
+        self._most_entries = min(1 << (seats * own - 1).bit_length(), _MOST_ENTRIES)
+        most_bytes = Penalized.most_bytes(seats, self._most_masked, self._most_entries)
+        self._penalties = Staging(most_bytes, device, ops.transfer)
+        self._penalized_logits = torch.empty(
+            (min(PENALIZED_ROWS, seats), model.config.vocab_size), device=device
+        )
+
+    @property
+    def _most_masked(self) -> int:
+        """Stop tokens of a sequence."""
+        return MAX_STOP_TOKEN_IDS + len(self._model.config.eos_token_ids)
 
     def _most_bytes(self) -> int:
         """Of a step with as many rows, sequences, new pages and masked tokens as there can be.
@@ -200,8 +226,8 @@ class DeviceSteps:
         64 bytes a row that is sampled after, 36 a sequence, 4 a word, and what aligns them.
         """
         rows, seats = self._config.max_num_batched_tokens, self._config.max_num_seqs
-        stops = MAX_STOP_TOKEN_IDS + len(self._model.config.eos_token_ids)
-        masked = min(rows, seats * MAXIMUM_DECODE_QUERIES) * max(stops, _MASKED)
+        most_masked = max(self._most_masked, _MASKED)
+        masked = min(rows, seats * MAXIMUM_DECODE_QUERIES) * most_masked
         # Pages that sequences share are sent for each: of full layers whole tables.
         columns, window = self._full.shape[1], self._model.config.sliding_window
         pages = seats * (columns + window // self._config.page_size + 2) + self._num_window_pages
@@ -213,6 +239,9 @@ class DeviceSteps:
     def launch(self, step: ScheduledStep) -> Launched:
         """Enqueue the step, and the copy of its tokens to the host."""
         plan, sampling = self._plan(step)
+        if step.is_penalized:
+            sizes = (self._model.config.vocab_size, self._most_entries)
+            plan = plan._replace(penalized=Penalized.build(step, plan.rows.tolist(), *sizes))
         if self.tell is not None:
             self.tell(plan)
         self._enqueue(plan)
@@ -225,7 +254,7 @@ class DeviceSteps:
                     self.tell(guided)
                 self._guide(guided)
             assert self._last is not None
-            sent, outputs = self._last
+            sent, outputs, _ = self._last
             return self._sampler.fetch(*outputs, sent.sampling, sampling)
 
         return Launched(step, fetch)
@@ -300,19 +329,37 @@ class DeviceSteps:
         else:
             sent = self._read(parts, plan.num_of_decodes)
             outputs = self._compute(sent, plan.num_rows, plan.decodes, plan.num_columns)
-        self._last = (sent, outputs)
+        self._last = (sent, outputs, plan.penalized)
+        self._choose_penalized()
+
+    def _choose_penalized(self) -> None:
+        """The last step's penalised tokens, which no graph knows of, and who keeps them.
+
+        The step's input ids are there until the next one is unpacked.
+        """
+        assert self._last is not None
+        sent, outputs, penalized = self._last
+        for part in penalized:
+            arrays = [*map(self._penalties.tensor, self._penalties.send(part.arrays))]
+            self._sampler.choose_penalized(
+                *(outputs.logits, self._room.input_ids, outputs.token_ids),
+                *(arrays, self._penalized_logits),
+            )
+        if penalized:
+            self._last_token_ids.index_copy_(0, sent.sample_seats, outputs.token_ids)
 
     def _guide(self, guided: Guided) -> None:
         """The last step's tokens chosen once more, of what masks leave: it ran before these were
         known, and a graph knows none. Of rows without a mask the same tokens come again.
         """
         assert self._last is not None
-        sent, outputs = self._last
+        sent, outputs, penalized = self._last
         rows, masks = map(self._masks.tensor, self._masks.send(guided))
         self._ops.mask_logits(outputs.logits, masks, rows)
         kept = (sent.sample_seats, self._last_token_ids)
         token_ids = self._sampler.sample(outputs.logits, sent.sampling, *kept)
-        self._last = (sent, outputs._replace(token_ids=token_ids))
+        self._last = (sent, outputs._replace(token_ids=token_ids), penalized)
+        self._choose_penalized()
 
     # ---- any step ------------------------------------------------------------------------------
 
@@ -390,7 +437,7 @@ class DeviceSteps:
         nobody = [self._config.max_num_seqs] * (size - len(seats))
         items, words = staged.arrays(_WORDS * size)
         return StepPlan(
-            sampling=_filled(sampling, size),
+            sampling=sampling.filled(size),
             rows=np.arange(size),
             seats=np.array(seats + nobody, dtype=np.int64),
             items=items,
@@ -467,7 +514,7 @@ class DeviceSteps:
         rows, seats = self._due(step, num_first, size - num_first)
         spare = shape.num_sampled - len(rows)
         return StepPlan(
-            sampling=_filled(sampling, shape.num_sampled),
+            sampling=sampling.filled(shape.num_sampled),
             rows=np.concatenate((rows, np.arange(num_rows - spare, num_rows))),
             seats=np.concatenate((seats, np.full(spare, self._config.max_num_seqs))),
             items=items,
@@ -490,7 +537,7 @@ class DeviceSteps:
         elif shape.num_sampled == 1:
             size = shape.num_prefill_rows
             due = np.array([size - 1]), np.array([nobody])
-            plan = self._prefill_plan(size, staged.filled(2, size), _filled(sampling, 1), *due)
+            plan = self._prefill_plan(size, staged.filled(2, size), sampling.filled(1), *due)
         else:
             plan = self._mixed_plan(shape, nothing, staged, sampling, 0)
         if shape not in self._graph_inputs:  # But not while it is captured: see StepGraphs.
@@ -536,10 +583,19 @@ class DeviceSteps:
         plan, _ = self._plan(self._made_up((1,)))
         self._enqueue(plan)
         self._guide(everything)
+        # The kernels for few rows and for as many as there may be at a time.
+        for count in {1, len(self._penalized_logits)}:
+            penalized = SamplingParams(presence_penalty=1.0)
+            self.launch(self._made_up((1,) * count, sampling=penalized)).result()
         log.info("warmed up by %d steps in %.1f s", len(steps), time.monotonic() - started)
         self._graphs = graphs
 
-    def _made_up(self, counts: tuple[int, ...], num_before: int = 0) -> ScheduledStep:
+    def _made_up(
+        self,
+        counts: tuple[int, ...],
+        num_before: int = 0,
+        sampling: SamplingParams | None = None,
+    ) -> ScheduledStep:
         """The next tokens of sequences, so many each, behind others.
 
         In the pages that the largest first step has filled. One of them asks for all that can be
@@ -552,11 +608,11 @@ class DeviceSteps:
         )
         items = []
         for seat, count in enumerate(counts):
-            sampling = SamplingParams(top_p=0.9, logprobs=MAX_LOGPROBS if seat == 0 else None)
+            everything = SamplingParams(top_p=0.9, logprobs=MAX_LOGPROBS if seat == 0 else None)
             num_tokens = num_before + count
             token_ids = tuple(index % self._model.config.vocab_size for index in range(num_tokens))
             made = Sequence.from_request(
-                GenerationRequest("warm-up", token_ids, sampling),
+                GenerationRequest("warm-up", token_ids, sampling or everything),
                 seed=0,
                 max_tokens=1,
                 eos_token_ids=frozenset(),
@@ -635,24 +691,3 @@ def _cut(rows: int, most_seqs: int, max_model_len: int) -> tuple[int, ...]:
 def _sampling(step: ScheduledStep, vocab_size: int) -> Sampling:
     """Of the rows after which a token is due."""
     return Sampling.build(step.due, vocab_size)
-
-
-def _filled(sampling: Sampling, num_rows: int) -> Sampling:
-    """As many rows; those beyond are greedy, and nothing is told of them."""
-    spare = num_rows - sampling.num_rows
-    if not spare:
-        return sampling
-
-    def filled(array: np.ndarray, value: float) -> np.ndarray:
-        return np.concatenate((array, np.full(spare, value, dtype=array.dtype)))
-
-    return Sampling(
-        temperature=filled(sampling.temperature, 0),
-        top_p=filled(sampling.top_p, 1),
-        min_p=filled(sampling.min_p, 0),
-        uniforms=filled(sampling.uniforms, 0),
-        top_k=filled(sampling.top_k, 0),
-        masked_start=filled(sampling.masked_start, sampling.masked_start[-1]),
-        masked_ids=sampling.masked_ids,
-        num_top=filled(sampling.num_top, -1),
-    )

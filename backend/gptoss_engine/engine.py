@@ -318,6 +318,7 @@ class Engine:
         for name, token_ids in (
             ("input_ids", request.token_ids),
             ("stop_token_ids", request.sampling.stop_token_ids),
+            ("logit_bias", [token_id for token_id, _ in request.sampling.logit_bias]),
         ):
             if token_ids and (min(token_ids) < 0 or max(token_ids) > last):
                 at, wrong = next((i, t) for i, t in enumerate(token_ids) if not 0 <= t <= last)

@@ -1,6 +1,7 @@
 """One step: ScheduledStep -> Batch -> forward pass -> sampled tokens on the host."""
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -9,6 +10,7 @@ from itertools import permutations
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from gptoss_engine import shards
 from gptoss_engine.batch import Batch
@@ -24,7 +26,7 @@ from gptoss_engine.loading import check_mode, check_ranks, load_weights
 from gptoss_engine.model import GptOss, rope_table
 from gptoss_engine.model_config import ModelConfig
 from gptoss_engine.parallel import Peers, Ranks
-from gptoss_engine.sampler import Guided, Sampler
+from gptoss_engine.sampler import Guided, Penalized, Sampler
 from gptoss_engine.sequence import ScheduledStep, StepOutput
 from gptoss_engine.shards import Rank
 from gptoss_engine.weights import Weights
@@ -175,6 +177,8 @@ class Runner:
         hidden = self._model.forward(batch, self._cache, self._ops, batch.due)
         logits = self._model.logits(hidden, self._ops)
 
+        penalized = self._penalized(step, batch)
+
         @torch.inference_mode()
         def choose() -> StepOutput:
             if step.is_guided:
@@ -184,10 +188,31 @@ class Runner:
             rows = batch.sampling.to(self._device)
             kept = (batch.sample_seats, self._last_token_ids)
             token_ids = self._sampler.sample(logits, rows, *kept)
+            self._choose_penalized(penalized, logits, batch, token_ids)
             chosen, told = self._sampler.fetch(token_ids, logits, rows, batch.sampling).result()
             return StepOutput.of(step, chosen, told)
 
         return Computed(step, choose)
+
+    def _penalized(self, step: ScheduledStep, batch: Batch) -> tuple[Penalized, ...]:
+        if not step.is_penalized:
+            return ()
+        vocab_size = self.model_config.vocab_size
+        return Penalized.build(step, batch.due.rows.tolist(), vocab_size, sys.maxsize)
+
+    def _choose_penalized(
+        self,
+        penalized: tuple[Penalized, ...],
+        logits: Tensor,
+        batch: Batch,
+        token_ids: Tensor,
+    ) -> None:
+        for part in penalized:
+            arrays = [torch.from_numpy(array).to(self._device) for array in part.arrays]
+            room = logits.new_empty((len(part.kept), logits.shape[1]), dtype=torch.float32)
+            self._sampler.choose_penalized(logits, batch.input_ids, token_ids, arrays, room)
+        if penalized:
+            self._last_token_ids[batch.sample_seats] = token_ids
 
 
 def load_runner(config: EngineConfig, *, instrument: Instrument | None = None) -> Runner:

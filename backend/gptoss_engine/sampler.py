@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
 from typing import NamedTuple
 
@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 from gptoss_engine.guides import fill_masks
-from gptoss_engine.sequence import Sequence
+from gptoss_engine.penalties import Entries
+from gptoss_engine.sequence import ScheduledStep, Sequence
 from gptoss_engine.types import TokenLogprob
-from gptoss_kernels.ops import Operators, SamplingRows
+from gptoss_kernels.ops import Operators, Penalties, SamplingRows
 
 Wait = Callable[[torch.cuda.Event], object]
+PENALIZED_ROWS = 32  # at a time: of gpt-oss's vocabulary 26 MB in fp32
+_LEAST_ENTRIES = 64
 
 
 class Sampling(NamedTuple):
@@ -64,8 +67,126 @@ class Sampling(NamedTuple):
         """Whether a row asks for log-probabilities."""
         return bool((self.num_top >= 0).any())
 
+    def filled(self, num_rows: int) -> Sampling:
+        """As many rows; those beyond are greedy, and nothing is told of them."""
+        spare = num_rows - self.num_rows
+        if not spare:
+            return self
+
+        def filled(array: np.ndarray, value: float) -> np.ndarray:
+            return np.concatenate((array, np.full(spare, value, dtype=array.dtype)))
+
+        return Sampling(
+            temperature=filled(self.temperature, 0),
+            top_p=filled(self.top_p, 1),
+            min_p=filled(self.min_p, 0),
+            uniforms=filled(self.uniforms, 0),
+            top_k=filled(self.top_k, 0),
+            masked_start=filled(self.masked_start, self.masked_start[-1]),
+            masked_ids=self.masked_ids,
+            num_top=filled(self.num_top, -1),
+        )
+
     def to(self, device: torch.device) -> SamplingRows:
         return SamplingRows(*(torch.from_numpy(array).to(device) for array in self))
+
+
+class Penalized(NamedTuple):
+    """Rows of a step that are penalised or biased, on the host: how their tokens are chosen.
+
+    kept int64 [G]: of which of the step's rows each is, -1 where it fills; all else as
+    ops.SamplingRows and ops.Penalties have it.
+    """
+
+    sampling: Sampling
+    kept: np.ndarray
+    rows: np.ndarray
+    newest: np.ndarray
+    repetition: np.ndarray
+    frequency: np.ndarray
+    presence: np.ndarray
+    start: np.ndarray
+    token_ids: np.ndarray
+    counts: np.ndarray
+    biases: np.ndarray
+
+    @classmethod
+    def build(
+        cls, step: ScheduledStep, due_rows: Rows[int], vocab_size: int, most_entries: int
+    ) -> tuple[Penalized, ...]:
+        """due_rows: by token that is due, the row of the step's input ids before it.
+
+        Such parts that none has more entries. Each is filled up to few numbers of rows and of
+        entries, powers of two below PENALIZED_ROWS: launches are prepared by size.
+        """
+        parts: list[list[_PenalizedRow]] = [[]]
+        num_entries = index = 0
+        for item in step.items:
+            sequence = item.sequence
+            if sequence.history is not None and item.is_sampled:
+                assert item.num_due == 1, "whose tokens count is not guessed for"
+                entries = sequence.history.entries(sequence.token_ids)
+                num_entries += len(entries.token_ids)
+                if num_entries > most_entries:
+                    parts.append([])
+                    num_entries = len(entries.token_ids)
+                is_counted = sequence.sampling.is_penalized
+                newest = due_rows[index] if item.is_pending and is_counted else -1
+                due = (sequence, item.num_output_tokens)
+                parts[-1].append(_PenalizedRow(index, newest, due, entries))
+            index += item.num_due
+        return tuple(cls._of(rows, vocab_size) for rows in parts)
+
+    @classmethod
+    def _of(cls, given: list[_PenalizedRow], vocab_size: int) -> Penalized:
+        count = len(given)
+        size = 1 << (count - 1).bit_length()
+        if size > PENALIZED_ROWS:
+            size = -(-count // PENALIZED_ROWS) * PENALIZED_ROWS
+        sizes = [len(each.entries.token_ids) for each in given]
+        most = max(_LEAST_ENTRIES, 1 << (sum(sizes) - 1).bit_length())
+        columns = zip(*(each.entries for each in given), strict=True)
+        token_ids, counts, biases = (
+            np.concatenate((*column, np.zeros(most - sum(sizes), column[0].dtype)))
+            for column in columns
+        )
+        params = [each.due[0].sampling for each in given]
+
+        def filled(values: Iterable[float], value: float, dtype: type) -> np.ndarray:
+            array = np.full(size, value, dtype)
+            array[:count] = [*values]
+            return array
+
+        return cls(
+            sampling=Sampling.build([each.due for each in given], vocab_size).filled(size),
+            kept=filled((each.row for each in given), -1, np.int64),
+            rows=filled((each.row for each in given), given[0].row, np.int32),
+            newest=filled((each.newest for each in given), -1, np.int32),
+            repetition=filled((p.repetition_penalty for p in params), 1, np.float32),
+            frequency=filled((p.frequency_penalty for p in params), 0, np.float32),
+            presence=filled((p.presence_penalty for p in params), 0, np.float32),
+            start=np.cumsum([0, *sizes, *[0] * (size - count)], dtype=np.int32),
+            token_ids=token_ids,
+            counts=counts,
+            biases=biases,
+        )
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        return (*self.sampling, *self[1:])
+
+    @classmethod
+    def most_bytes(cls, num_rows: int, num_masked: int, num_entries: int) -> int:
+        """Of the arrays of so many rows, with so many masked tokens each."""
+        num_rows = max(num_rows + PENALIZED_ROWS, _LEAST_ENTRIES)
+        return (76 + 4 * num_masked) * num_rows + 12 * num_entries + 1024
+
+
+class _PenalizedRow(NamedTuple):
+    row: int
+    newest: int
+    due: tuple[Sequence, int]
+    entries: Entries
 
 
 class Guided(NamedTuple):
@@ -167,13 +288,35 @@ class Sampler:
         """
         return self._ops.sample(logits, rows, seats, last_token_ids)
 
+    def choose_penalized(
+        self,
+        logits: Tensor,
+        input_ids: Tensor,
+        token_ids: Tensor,
+        arrays: Rows[Tensor],
+        room: Tensor,
+    ) -> None:
+        """The tokens of penalised rows once more, in place.
+
+        logits [S, V], which stay what the model said; input_ids int64 [T]; token_ids int64 [S];
+        arrays: Penalized.arrays; room fp32 [R, V], as many rows as are penalised at a time.
+        """
+        sampling, (kept, *columns) = SamplingRows(*arrays[:8]), arrays[8:]
+        penalties = Penalties(*columns)
+        for first in range(0, len(kept), len(room)):
+            last = min(first + len(room), len(kept))
+            out = room[: last - first]
+            self._ops.penalize_logits(logits, input_ids, penalties.of_rows(first, last), out)
+            self._ops.sample(out, sampling.of_rows(first, last), kept[first:last], token_ids)
+
     def fetch(
         self, token_ids: Tensor, logits: Tensor, rows: SamplingRows, sampling: Sampling
     ) -> Sampled:
         """Enqueues what brings to the host what was chosen of `logits`, and waits for nothing.
 
-        Log-probabilities are of what the model said, before stop tokens are masked, but of what a
-        guide has left of it. Rows beyond those of `sampling`, which fill a batch, are left out.
+        Log-probabilities are of what the model said, before stop tokens are masked and anything is
+        penalised or biased, but of what a guide has left of it. Rows beyond those of `sampling`,
+        which fill a batch, are left out.
         """
         count = sampling.num_rows
         parts = (token_ids[:count],)

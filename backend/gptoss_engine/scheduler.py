@@ -222,8 +222,9 @@ class Scheduler:
         num_tokens = min(limit, num_uncomputed_tokens)
         draft: tuple[int, ...] = ()
         is_last = num_tokens == num_uncomputed_tokens
-        # Nobody knows what may follow a guess.
-        if is_last and self.decoder.guesses and sequence.matcher is None:
+        # Nobody knows what a grammar lets follow a guess, nor counts it as said.
+        can_guess = sequence.matcher is None and sequence.history is None
+        if is_last and self.decoder.guesses and can_guess:
             assert not sequence.num_pending_tokens, "who guesses must know all tokens"
             useful = sequence.max_tokens - sequence.num_output_tokens - 1
             draft = self.decoder.propose(sequence)[: min(limit - num_tokens, useful)]

@@ -6,6 +6,7 @@ from enum import Enum
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
+from gptoss_engine.penalties import History
 from gptoss_engine.types import GenerationRequest, SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Sequence:
     stop_token_ids: everything that ends this generation (the checkpoint's and the request's).
     max_tokens: the answer's limit, resolved at admission. seed: resolved at admission.
     arrival_time, deadline: time.monotonic() values in seconds.
+    history: of what its penalties and biases are; None where it has none.
     matcher: where the answer stands in its guide's grammar: behind all that are in token_ids.
     cache_salt: pages are shared by sequences of the same salt alone.
     num_cached_tokens: of the prompt, that it found computed at its first start; None before.
@@ -65,6 +67,7 @@ class Sequence:
     seat: int = NO_SEAT
     page_tables: PageTables = field(default_factory=PageTables)
     status: Status = Status.WAITING
+    history: History | None = None
     matcher: "Matcher | None" = None
     cache_salt: str = ""
     page_keys: list[bytes] = field(default_factory=list)
@@ -84,6 +87,7 @@ class Sequence:
     ) -> "Sequence":
         sampling = request.sampling
         stop = frozenset(sampling.stop_token_ids)
+        has_history = sampling.is_penalized or bool(sampling.logit_bias)
         return cls(
             generation_id=request.generation_id,
             token_ids=list(request.token_ids),
@@ -94,6 +98,7 @@ class Sequence:
             stop_token_ids=stop if sampling.ignore_eos else stop | eos_token_ids,
             arrival_time=arrival_time,
             deadline=request.deadline,
+            history=History(sampling, request.token_ids) if has_history else None,
             matcher=matcher,
             cache_salt=request.cache_salt,
         )
@@ -195,6 +200,11 @@ class ScheduledStep:
     def is_guided(self) -> bool:
         """Whether a grammar says what some of these tokens may be."""
         return any(item.sequence.matcher is not None and item.is_sampled for item in self.items)
+
+    @property
+    def is_penalized(self) -> bool:
+        """Whether penalties or biases change what some of these tokens are chosen of."""
+        return any(item.sequence.history is not None and item.is_sampled for item in self.items)
 
 
 @dataclass(frozen=True, slots=True)

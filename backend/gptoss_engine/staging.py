@@ -31,7 +31,7 @@ class Part(NamedTuple):
     dtype: torch.dtype
 
 
-_TYPES = {np.dtype(name): getattr(torch, name) for name in ("int32", "int64", "float64")}
+_TYPES = {np.dtype(name): getattr(torch, name) for name in ("int32", "int64", "float32", "float64")}
 
 
 class Staging:

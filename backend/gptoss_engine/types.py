@@ -16,6 +16,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 GuideType = Literal["json_schema", "regex", "lark", "grammars"]
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 128
+MAX_BIASED_TOKENS = 300
 
 
 class InvalidRequest(ValueError):
@@ -80,6 +81,12 @@ class SamplingParams:
     stop_token_ids: end the generation (with reason "stop") and are part of its tokens.
     ignore_eos: the checkpoint's own end tokens no longer stop; stop_token_ids still do.
     logprobs: None for none, n for the chosen token's and the n most likely tokens' (n <= 20).
+    repetition_penalty: in [0.001, 100]; the logit of each token of prompt and answer is divided by
+        it where it is above 0, else multiplied. 1 is none.
+    presence_penalty, frequency_penalty: in [-2, 2], taken from the logit of each token of the
+        answer: once, and as often as it is there. 0 is none.
+    logit_bias: (token id, bias in [-100, 100]) by ascending id, at most 300; added before all
+        penalties. Log-probabilities know neither.
     guide: what the answer may be. A token that it does not allow has no probability, and is not
         told; min_tokens gives way where only the end may come.
     """
@@ -94,6 +101,10 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     guide: Guide | None = None
 
     def __post_init__(self) -> None:
@@ -113,6 +124,10 @@ class SamplingParams:
                 )
         if self.logprobs is not None:
             _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _number("repetition_penalty", self.repetition_penalty, 0.001, 100.0)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_bias(self.logit_bias)
         if self.guide is not None and not isinstance(self.guide, Guide):
             raise InvalidRequest(f"guide must be a Guide, got {shown(self.guide)}")
         if not isinstance(self.ignore_eos, bool):
@@ -127,6 +142,12 @@ class SamplingParams:
         for token_id in self.stop_token_ids:
             _integer("stop_token_ids", token_id, 0, 2**31 - 1)
 
+    @property
+    def is_penalized(self) -> bool:
+        """Whether what was said before changes what is chosen."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return penalties != (1, 0, 0)
+
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "SamplingParams":
         """From parsed JSON. An unknown name is refused with the nearest known one."""
@@ -138,6 +159,8 @@ class SamplingParams:
         given = {name: value for name, value in values.items() if value is not None}
         if isinstance(given.get("stop_token_ids"), list):
             given["stop_token_ids"] = tuple(given["stop_token_ids"])
+        if "logit_bias" in given:
+            given["logit_bias"] = _read_bias(given["logit_bias"])
         if "guide" in given:
             given["guide"] = Guide.from_mapping(given["guide"])
         return cls(**given)
@@ -223,6 +246,34 @@ def nearest(name: str, known: list[str]) -> str:
     """`; did you mean 'x'?` for an unknown key, or nothing when no known key is near."""
     near = get_close_matches(name, known, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _read_bias(values: object) -> tuple[tuple[int, float], ...]:
+    """From a JSON object, whose keys are token ids as text."""
+    if not isinstance(values, Mapping):
+        raise InvalidRequest(
+            f"logit_bias must be an object of token ids and biases, got {shown(values)}"
+        )
+    biases: dict[int, Any] = {}
+    for key, bias in values.items():
+        if not isinstance(key, str) or not (key.isascii() and key.isdecimal() and len(key) < 11):
+            raise InvalidRequest(f"logit_bias must have token ids as keys, got {shown(key)}")
+        if int(key) in biases:
+            raise InvalidRequest(f"logit_bias must have each token once, got {int(key)} twice")
+        biases[int(key)] = bias
+    return tuple(sorted(biases.items()))
+
+
+def _check_bias(biases: object) -> None:
+    if not isinstance(biases, tuple):
+        raise InvalidRequest("logit_bias must be pairs of a token id and a bias")
+    if len(biases) > MAX_BIASED_TOKENS:
+        raise InvalidRequest(
+            f"logit_bias must have at most {MAX_BIASED_TOKENS} entries, got {len(biases)}"
+        )
+    for token_id, bias in biases:
+        _integer("logit_bias", token_id, 0, 2**31 - 1)
+        _number(f"logit_bias of token {token_id}", bias, -100.0, 100.0)
 
 
 def _number(

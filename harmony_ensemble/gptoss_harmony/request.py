@@ -32,7 +32,8 @@ MAX_CACHE_SALT = 256  # characters; as the engine has it
 # What goes to the engine as it is; the engine checks type and range.
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens"),
-    *("ignore_eos", "stop_token_ids"),
+    *("ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("logit_bias", "stop_token_ids"),
 )
 _CHAT = (
     *("messages", "tools", "tool_choice", "reasoning_effort", "response_format"),
@@ -43,10 +44,6 @@ _UNBUILT: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
     "prompt_logprobs": (0,),
     "priority": (0,),
-    "repetition_penalty": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ("", "{}", "null", {}),
 }
 _INPUTS = (
     *("text_input", "raw_prompt", "stream", "stop_words", "top_logprobs", "return_logprobs"),
@@ -59,8 +56,7 @@ _RENAMED = {"stop": "stop_words", "logprobs": "top_logprobs"}
 _VLLM_SHARED = (
     *_SAMPLING,
     *_RENAMED,
-    *("n", "prompt_logprobs", "logit_bias"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("n", "prompt_logprobs"),
 )
 _VLLM_UNBUILT: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -129,6 +125,8 @@ def read_request(
         elif not name.startswith("triton_"):  # the server's own
             raise InvalidChat(f"unknown field {name!r}{nearest(name, _INPUTS)}")
     fields = {name: _text(name, value) for name, value in inputs.items()}
+    if "logit_bias" in fields:
+        fields["logit_bias"] = _biases(fields["logit_bias"])
     fields = _with_sampling_parameters(fields)
     _refuse_unbuilt(fields, _UNBUILT)
     return _request(fields, parser)
@@ -136,7 +134,7 @@ def read_request(
 
 def _request(fields: dict[str, Any], parser: ChatParser) -> EnsembleRequest:
     stream = fields.get("stream", False)
-    sampling = {name: fields[name] for name in _SAMPLING if fields.get(name) is not None}
+    sampling = {name: fields[name] for name in _SAMPLING if fields.get(name) not in (None, {})}
     stop_ids = sampling.get("stop_token_ids", [])
     if not isinstance(stop_ids, list):
         raise InvalidChat(f"stop_token_ids must be a list of token ids, got {shown(stop_ids)}")
@@ -228,6 +226,10 @@ def _with_sampling_parameters(fields: dict[str, Any]) -> dict[str, Any]:
     if values.get("logprobs") is not None:
         fields["return_logprobs"] = True  # vLLM's 0 asks for the chosen token's alone
     return fields
+
+
+def _biases(text: str) -> dict[str, Any]:
+    return _json_object("logit_bias", text) if text not in ("", "null") else {}
 
 
 def _refuse_unbuilt(fields: Mapping[str, Any], unbuilt: Mapping[str, tuple[Any, ...]]) -> None:

@@ -22,6 +22,7 @@ from gptoss_openai.parameters import (
     count,
     flag,
     includes_usage,
+    num_choices,
     num_top,
     read_fields,
 )
@@ -71,7 +72,15 @@ _FIELDS: Mapping[str, Field] = {
     "logprobs": Field("return_logprobs", flag),
     "top_logprobs": Field("top_logprobs", num_top),
 }
-_OWN = ("model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "prediction")
+_OWN = (
+    "model",
+    "n",
+    "stream",
+    "stream_options",
+    "max_tokens",
+    "max_completion_tokens",
+    "prediction",
+)
 _UNBUILT: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "modalities": (["text"],),
@@ -98,6 +107,7 @@ class ChatAnswer:
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         self.stream = flag("stream", body.get("stream") or False)
+        self.num_choices = num_choices(body)
         self._includes_usage = includes_usage(body, stream=self.stream)
         self.inputs = read_fields(body, _FIELDS, own=_OWN, unbuilt=_UNBUILT)
         if "messages" not in self.inputs:

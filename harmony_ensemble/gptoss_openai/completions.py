@@ -16,6 +16,7 @@ from gptoss_openai.parameters import (
     count,
     flag,
     includes_usage,
+    num_choices,
     num_top,
     read_fields,
     text,
@@ -29,7 +30,7 @@ _FIELDS: Mapping[str, Field] = {
     "max_tokens": Field("max_tokens", count),
     "logprobs": Field("top_logprobs", num_top),
 }
-_OWN = ("model", "prompt", "stream", "stream_options", "echo")
+_OWN = ("model", "n", "prompt", "stream", "stream_options", "echo")
 _UNBUILT: Mapping[str, tuple[Any, ...]] = {
     **VLLM,
     "suffix": ("",),
@@ -42,6 +43,7 @@ class TextAnswer:
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         self.stream = flag("stream", body.get("stream") or False)
+        self.num_choices = num_choices(body)
         self._includes_usage = includes_usage(body, stream=self.stream)
         self.inputs = read_fields(body, _FIELDS, own=_OWN, unbuilt=_UNBUILT)
         prompt = _read_prompt(body.get("prompt"))
@@ -66,7 +68,8 @@ class TextAnswer:
             "created": int(time.time()),
             "model": body["model"],
         }
-        self._offset = len(prompt) if is_echoed else 0
+        # Of each choice's next token, in its text.
+        self._offsets = [len(prompt) if is_echoed else 0] * self.num_choices
         self._usage = Usage()
 
     def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
@@ -109,8 +112,8 @@ class TextAnswer:
     def _logprobs(self, reply: Reply) -> dict[str, Any]:
         offsets: list[int] = []
         for entry in reply.logprobs:
-            offsets.append(self._offset)
-            self._offset += num_characters(entry)
+            offsets.append(self._offsets[reply.index])
+            self._offsets[reply.index] += num_characters(entry)
         return {
             "tokens": [entry["token"] for entry in reply.logprobs],
             "token_logprobs": [entry["logprob"] for entry in reply.logprobs],

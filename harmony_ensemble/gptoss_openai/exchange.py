@@ -15,6 +15,7 @@ from contextlib import aclosing
 from typing import Any, Protocol
 
 from gptoss_harmony.types import shown
+from gptoss_openai.choices import inputs_of_choices, together
 from gptoss_openai.config import GatewayConfig
 from gptoss_openai.ensemble import Ensemble, Reply
 from gptoss_openai.errors import ApiError, Names
@@ -52,6 +53,7 @@ class Answer(Protocol):
     """What chat.py, completions.py and responses.py make of a body."""
 
     stream: bool
+    num_choices: int
     inputs: Inputs
     names: Names
 
@@ -269,7 +271,11 @@ class _Exchange:
         await self._write(self._answer.end(), is_last=True)
 
     def _ask(self) -> AsyncGenerator[Reply, None]:
-        return self._ensemble.ask(self._answer.inputs, self._answer.names)
+        answer = self._answer
+        if answer.num_choices == 1:
+            return self._ensemble.ask(answer.inputs, answer.names)
+        every = inputs_of_choices(answer.inputs, answer.num_choices)
+        return together([self._ensemble.ask(inputs, answer.names) for inputs in every])
 
     async def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         await self._put({"type": "http.response.start", "status": status, "headers": headers})

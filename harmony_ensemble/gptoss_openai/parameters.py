@@ -19,6 +19,7 @@ from gptoss_openai.errors import ApiError, Names, invalid, unsupported
 Value = bytes | list[bytes] | bool | int | float
 Inputs = dict[str, Value]
 
+MAX_CHOICES = 128  # as OpenAI's
 _FP32_MAX = 3.4028234663852886e38
 
 
@@ -90,6 +91,7 @@ def _bias(name: str, value: Any) -> bytes:
 
 
 count = _integer(1, 2**31 - 1)
+_num_choices = _integer(1, MAX_CHOICES)
 num_top = _integer(0, MAX_TOP_LOGPROBS)
 _int32 = _integer(-(2**31), 2**31 - 1)
 
@@ -109,7 +111,6 @@ SAMPLING: Mapping[str, Field] = {
 COMPLETION: Mapping[str, Field] = {
     **SAMPLING,
     "stop": Field("stop_words", _texts),
-    "n": Field("n", _integer(1, 128)),
     "presence_penalty": Field("presence_penalty", _number),
     "frequency_penalty": Field("frequency_penalty", _number),
     "logit_bias": Field("logit_bias", _bias),
@@ -185,6 +186,11 @@ def read_fields(
                 400, f"unknown field {shown(name)}{hint}", param=name, code="unknown_parameter"
             )
     return inputs
+
+
+def num_choices(body: Mapping[str, Any]) -> int:
+    """Of both completions."""
+    return 1 if body.get("n") is None else _num_choices("n", body["n"])
 
 
 def refuse_unbuilt(name: str, value: Any, neutral: tuple[Any, ...]) -> None:

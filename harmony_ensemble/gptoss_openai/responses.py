@@ -64,6 +64,8 @@ _LOGPROBS = "message.output_text.logprobs"
 class ResponseAnswer:
     """One response: what to ask of the ensemble, and its replies as items and events."""
 
+    num_choices = 1
+
     def __init__(self, body: Mapping[str, Any], store: ResponseStore, owner: str) -> None:
         self.stream = flag("stream", body.get("stream") or False)
         read_object("stream_options", body.get("stream_options"), ("include_obfuscation",))

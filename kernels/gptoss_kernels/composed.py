@@ -39,6 +39,7 @@ class ComposedOperators:
         self._linear = common.linear
         self.select_rows = common.select_rows
         self.mask_logits = common.mask_logits
+        self.penalize_logits = common.penalize_logits
         self.sample = common.sample
         self.logprobs = common.logprobs
         self.transfer = common.transfer

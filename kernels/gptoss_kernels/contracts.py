@@ -85,6 +85,40 @@ class SamplingRows(NamedTuple):
     masked_ids: Tensor
     num_top: Tensor
 
+    def of_rows(self, first: int, last: int) -> SamplingRows:
+        """Of some of the rows."""
+        columns = SamplingRows(*(column[first:last] for column in self))
+        start = self.masked_start[first : last + 1]
+        return columns._replace(masked_start=start, masked_ids=self.masked_ids)
+
+
+class Penalties(NamedTuple):
+    """What is changed of G rows of logits before tokens are chosen of them.
+
+    rows int32 [G]: which of the logits', 0 to S - 1. newest int32 [G]: which of the step's input
+    ids is the answer's newest token, where the entries do not count it yet; else -1. repetition,
+    frequency, presence fp32 [G]: of the penalties 1, 0 and 0 change nothing. start int32 [G + 1],
+    token_ids, counts int32 [N], biases fp32 [N]: row g has the entries from start[g] up to
+    start[g + 1], each of another token: how often it is in the answer, 0 where it is in the prompt
+    alone, -1 where it is in neither, and what is added to its logit.
+    """
+
+    rows: Tensor
+    newest: Tensor
+    repetition: Tensor
+    frequency: Tensor
+    presence: Tensor
+    start: Tensor
+    token_ids: Tensor
+    counts: Tensor
+    biases: Tensor
+
+    def of_rows(self, first: int, last: int) -> Penalties:
+        """Of some of the rows."""
+        names = ("rows", "newest", "repetition", "frequency", "presence")
+        columns = {name: getattr(self, name)[first:last] for name in names}
+        return self._replace(**columns, start=self.start[first : last + 1])
+
 
 class Mixture(NamedTuple):
     """What each token's experts gave: sum_k weights[t, k] * outputs[rows[t, k]], not yet added up.
@@ -632,6 +666,24 @@ def check_mask(mask: Tensor, rows: Tensor, logits: Tensor) -> None:
     check_shape("mask", mask, (len(rows), -(-logits.shape[1] // 32)))
     for name, tensor in (("mask", mask), ("rows", rows)):
         check_contiguous(name, tensor)
+
+
+def check_penalties(logits: Tensor, input_ids: Tensor, penalties: Penalties, out: Tensor) -> None:
+    """Beside checked logits [S, V], but for the values, which stay on the device."""
+    num_rows, num_entries = penalties.rows.numel(), penalties.token_ids.numel()
+    shapes = {"start": (num_rows + 1,), "token_ids": (num_entries,)}
+    shapes |= dict.fromkeys(("counts", "biases"), (num_entries,))
+    for name, tensor in penalties._asdict().items():
+        is_real = name in ("repetition", "frequency", "presence", "biases")
+        check_type(name, tensor, torch.float32 if is_real else torch.int32, logits, "logits")
+        check_shape(name, tensor, shapes.get(name, (num_rows,)))
+        check_contiguous(name, tensor)
+    check_type("input_ids", input_ids, torch.int64, logits, "logits")
+    check_shape("input_ids", input_ids, (input_ids.numel(),))
+    check_contiguous("input_ids", input_ids)
+    check_type("out", out, torch.float32, logits, "logits")
+    check_shape("out", out, (num_rows, logits.shape[1]))
+    check_rows("out", out)
 
 
 def check_sampling_rows(rows: SamplingRows, logits: Tensor) -> None:

@@ -22,6 +22,7 @@ from gptoss_kernels.contracts import (
     Dispatched,
     LibraryError,
     Mixture,
+    Penalties,
     Routed,
     SamplingRows,
 )
@@ -71,6 +72,7 @@ __all__ = [
     "Mixture",
     "Mxfp4Weight",
     "Operators",
+    "Penalties",
     "Reduction",
     "Routed",
     "SamplingRows",
@@ -168,6 +170,10 @@ class CommonOperators(Protocol):
     def select_rows(self, hidden: Tensor, rows: Tensor) -> Tensor: ...
 
     def mask_logits(self, logits: Tensor, mask: Tensor, rows: Tensor) -> None: ...
+
+    def penalize_logits(
+        self, logits: Tensor, input_ids: Tensor, penalties: Penalties, out: Tensor
+    ) -> None: ...
 
     def sample(
         self,

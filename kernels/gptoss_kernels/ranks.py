@@ -41,6 +41,7 @@ class RankOperators:
         self.experts = operators.experts
         self.select_rows = operators.select_rows
         self.mask_logits = operators.mask_logits
+        self.penalize_logits = operators.penalize_logits
         self.sample = operators.sample
         self.logprobs = operators.logprobs
         self.transfer = operators.transfer

@@ -28,6 +28,7 @@ from gptoss_kernels.contracts import (
     Decodes,
     Dispatched,
     Mixture,
+    Penalties,
     Routed,
     SamplingRows,
     check_decodes,
@@ -739,6 +740,35 @@ def mask_logits(logits: Tensor, mask: Tensor, rows: Tensor) -> None:
             logits[row].masked_fill_(~allowed, -math.inf)
 
 
+def penalize_logits(logits: Tensor, input_ids: Tensor, penalties: Penalties, out: Tensor) -> None:
+    """out[g] <- logits[rows[g]] as fp32, biased and penalised as vLLM does it, in this order
+
+    y = x + bias;  of a token that was there, y / repetition if y > 0, else y * repetition;  of one
+    of the answer, y - (frequency * count + presence).  Each line in fp64, rounded to fp32. The
+    newest token counts once more. logits [S, V]; input_ids int64 [T]; out fp32 [G, V].
+    """
+    columns = (penalties.rows, penalties.newest, penalties.start, penalties.start[1:])
+    settings = (penalties.repetition, penalties.frequency, penalties.presence)
+    for target, row, newest, start, end, repetition, frequency, presence in zip(
+        out, *(column.tolist() for column in (*columns, *settings)), strict=False
+    ):
+        target.copy_(logits[row])
+        token_ids = penalties.token_ids[start:end].long()
+        counts, biases = penalties.counts[start:end].double(), penalties.biases[start:end].double()
+        token = int(input_ids[newest]) if newest >= 0 else -1
+        if token >= 0:
+            if token not in token_ids:
+                token_ids = torch.cat((token_ids, token_ids.new_tensor([token])))
+                counts = torch.cat((counts, counts.new_tensor([-1])))
+                biases = torch.cat((biases, biases.new_zeros(1)))
+            counts = torch.where(token_ids == token, counts.clamp(min=0) + 1, counts)
+        y = (target[token_ids].double() + biases).float().double()
+        repeated = torch.where(y > 0, y / repetition, y * repetition).float().double()
+        y = torch.where(counts >= 0, repeated, y)
+        penalised = (y - (frequency * counts + presence)).float()
+        target[token_ids] = torch.where(counts > 0, penalised, y.float())
+
+
 def sample(
     logits: Tensor,
     rows: SamplingRows,
@@ -752,7 +782,8 @@ def sample(
     largest logits, then to the fewest of those that hold top_p of what is left, then to those of at
     least min_p of the largest; a logit as large as the last one kept is kept too. The token is the
     first, in the order of ids, at which the sum exceeds uniform * all, rounded down. A row's
-    masked_ids have logits of -inf. The tokens are kept as last_token_ids[seats], too.
+    masked_ids have logits of -inf. The tokens are kept as last_token_ids[seats], too,
+    where there is such a seat.
     """
     assert len(logits) == len(rows.temperature)
     starts = rows.masked_start.tolist()
@@ -776,7 +807,8 @@ def sample(
             token_ids.append(int(torch.searchsorted(sums, target, right=True)))
     tokens = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
     if seats is not None and last_token_ids is not None:
-        last_token_ids.index_copy_(0, seats, tokens)
+        is_kept = (seats >= 0) & (seats < len(last_token_ids))
+        last_token_ids[seats[is_kept]] = tokens[is_kept]
     return tokens
 
 

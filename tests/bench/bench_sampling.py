@@ -21,7 +21,7 @@ from measuring import PEAK_BYTES, Call, print_ranked
 from running import OURS, ROTATED_BYTES, Bench, named, parser_of, run, tried
 from torch import Tensor
 
-from gptoss_kernels.contracts import MAXIMUM_TOP, SamplingRows
+from gptoss_kernels.contracts import MAXIMUM_TOP, Penalties, SamplingRows
 from gptoss_kernels.ops import load_common
 
 VOCABULARY = 201_088
@@ -183,6 +183,40 @@ def bench_mask_logits(bench: Bench) -> None:
         _time(bench, "mask_logits", calls, len(logits), num_rows)
 
 
+def bench_penalize_logits(bench: Bench) -> None:
+    """All rows, each with 2,048 other tokens in its answer; PyTorch as vLLM does it, from a dense
+    count of tokens by row. The floor leaves out that fp32 is written, twice what is read."""
+    operator = load_common("cuda").penalize_logits
+    num_said = 2048
+
+    def by_peer(row: Tensor, counts: Tensor) -> Tensor:
+        return row.float() - 0.5 * counts - 0.25 * (counts > 0)
+
+    for num_rows in bench.arguments.tokens or ROWS:
+        num_bytes = num_rows * VOCABULARY * 2
+        logits = logits_of(num_rows, min(MOST_SETS, max(2, ROTATED_BYTES // num_bytes)))
+        said = torch.rand(num_rows, VOCABULARY, device="cuda").topk(num_said).indices
+        counts = torch.zeros(num_rows, VOCABULARY, device="cuda").scatter_(1, said, 1.0)
+        number = partial(torch.full, (num_rows,), device="cuda")
+        penalties = Penalties(
+            rows=torch.arange(num_rows, dtype=torch.int32, device="cuda"),
+            newest=number(0, dtype=torch.int32),
+            repetition=number(1.0),
+            frequency=number(0.5),
+            presence=number(0.25),
+            start=num_said * torch.arange(num_rows + 1, dtype=torch.int32, device="cuda"),
+            token_ids=said.int().flatten(),
+            counts=torch.ones(num_rows * num_said, dtype=torch.int32, device="cuda"),
+            biases=torch.zeros(num_rows * num_said, device="cuda"),
+        )
+        given = (said[0].contiguous(), penalties, torch.empty(counts.shape, device="cuda"))
+        calls: dict[str, Call] = {
+            OURS: lambda index, logits=logits, given=given: operator(logits[index], *given),
+            "PyTorch": lambda index, logits=logits, counts=counts: by_peer(logits[index], counts),
+        }
+        _time(bench, "penalize_logits", calls, len(logits), num_rows)
+
+
 def _time(
     bench: Bench, name: str, calls: dict[str, Call], sets: int, num_rows: int, **own: object
 ) -> None:
@@ -205,7 +239,12 @@ def _time(
         )
 
 
-RUNS = {"sample": bench_sample, "logprobs": bench_logprobs, "mask_logits": bench_mask_logits}
+RUNS = {
+    "sample": bench_sample,
+    "logprobs": bench_logprobs,
+    "mask_logits": bench_mask_logits,
+    "penalize_logits": bench_penalize_logits,
+}
 
 
 def main() -> None:

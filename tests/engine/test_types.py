@@ -31,6 +31,9 @@ def test_the_defaults_are_the_model_cards() -> None:
         {"logprobs": 20},
         {"stop_token_ids": [0] * 128},
         {"ignore_eos": True},
+        {"repetition_penalty": 0.001},
+        {"repetition_penalty": 100},
+        {"presence_penalty": -2, "frequency_penalty": 2},
     ],
 )
 def test_the_ends_of_every_range_are_accepted(values: dict[str, object]) -> None:
@@ -42,6 +45,18 @@ def test_the_ends_of_every_range_are_accepted(values: dict[str, object]) -> None
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
+        ({"repetition_penalty": 0}, "repetition_penalty must be in [0.001, 100], got 0"),
+        ({"presence_penalty": 2.1}, "presence_penalty must be in [-2, 2], got 2.1"),
+        ({"frequency_penalty": "a"}, "frequency_penalty must be a number in [-2, 2], got 'a'"),
+        ({"logit_bias": [5]}, "logit_bias must be an object of token ids and biases, got [5]"),
+        ({"logit_bias": {"a": 1}}, "logit_bias must have token ids as keys, got 'a'"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias must have token ids as keys, got '-1'"),
+        ({"logit_bias": {"1": 1, "01": 1}}, "logit_bias must have each token once, got 1 twice"),
+        ({"logit_bias": {"5": 101}}, "logit_bias of token 5 must be in [-100, 100], got 101"),
+        (
+            {"logit_bias": {str(token_id): 1 for token_id in range(301)}},
+            "logit_bias must have at most 300 entries, got 301",
+        ),
         ({"temperature": -0.1}, "temperature must be in [0, 100], got -0.1"),
         ({"temperature": 100.5}, "temperature must be in [0, 100], got 100.5"),
         ({"temperature": math.nan}, "temperature must be in [0, 100], got nan"),
@@ -107,3 +122,10 @@ def test_what_flows_does_not_change() -> None:
 def test_nearest_names_only_what_is_near() -> None:
     assert nearest("max_token", ["max_tokens", "min_tokens"]) == "; did you mean 'max_tokens'?"
     assert nearest("qqq", ["max_tokens"]) == ""
+
+
+def test_biases_are_pairs_by_token() -> None:
+    sampling = SamplingParams.from_mapping({"logit_bias": {"90": -100, "7": 100.0}})
+    assert sampling.logit_bias == ((7, 100.0), (90, -100))
+    assert not sampling.is_penalized
+    assert SamplingParams(frequency_penalty=0.1).is_penalized

@@ -50,6 +50,20 @@ def test_sampling_parameters_are_the_same_fields() -> None:
     assert request.return_logprobs
 
 
+def test_penalties_and_biases_are_the_engines_to_check() -> None:
+    penalties = {"repetition_penalty": 1.5, "presence_penalty": -0.5, "frequency_penalty": 9.0}
+    biases = {"7": -100, "x": 0.5}
+    expected = {**penalties, "logit_bias": biases}
+    text = json.dumps(biases).encode()
+    assert _read(**penalties, logit_bias=text).sampling == expected
+    as_json = json.dumps(expected).encode()
+    assert _read(sampling_parameters=as_json).sampling == expected
+    assert _read(sampling_parameters=as_json, logit_bias=text).sampling == expected
+    for wrong, sentence in ((b"[7]", "must be a JSON object"), (b"{", "must be JSON")):
+        with pytest.raises(InvalidChat, match=f"^logit_bias {sentence}"):
+            _read(logit_bias=wrong)
+
+
 def test_a_field_given_both_ways_must_agree() -> None:
     agreeing = b'{"temperature": 0.7, "stop": ["x"], "max_tokens": 4}'
     request = _read(
@@ -119,7 +133,7 @@ def test_echo_is_for_whole_replies_to_a_text() -> None:
     "inputs",
     [
         {"n": 1, "prompt_logprobs": 0, "priority": 0},
-        {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
+        {"logit_bias": b"null", "sampling_parameters": b'{"logit_bias": {}}'},
         {"logit_bias": b"{}", "guided_decoding_guide": b"", "guided_decoding_guide_type": b""},
         {"response_format": b'{"type": "text"}', "tool_choice": b"auto", "stop_words": [b""]},
         {"sampling_parameters": b'{"best_of": 1, "bad_words": [], "logit_bias": null}'},

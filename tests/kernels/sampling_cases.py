@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gptoss_kernels import reference
-from gptoss_kernels.contracts import SamplingRows
+from gptoss_kernels.contracts import Penalties, SamplingRows
 
 
 def sampling_rows(
@@ -140,3 +140,58 @@ def _held_before_a_later_id(values: Tensor, weights: Tensor) -> int:
             return int(weights[kept].sum())
         kept = values >= following
     raise AssertionError("the last id has the largest logit")
+
+
+def penalties_of(
+    rows: list[int],
+    newest: list[int],
+    settings: list[tuple[float, float, float]],
+    entries: list[dict[int, tuple[int, float]]],
+) -> Penalties:
+    """settings: repetition, frequency and presence; entries: count and bias by token."""
+    flat = [(token_id, *entry) for row in entries for token_id, entry in row.items()]
+    columns = [torch.tensor(column) for column in zip(*settings, strict=True)]
+    ends = torch.tensor([0, *map(len, entries)]).cumsum(0)
+    token_ids, counts, biases = (
+        torch.tensor(column) for column in (zip(*flat, strict=True) if flat else ((), (), ()))
+    )
+    return Penalties(
+        rows=torch.tensor(rows, dtype=torch.int32),
+        newest=torch.tensor(newest, dtype=torch.int32),
+        repetition=columns[0].float(),
+        frequency=columns[1].float(),
+        presence=columns[2].float(),
+        start=ends.int(),
+        token_ids=token_ids.int(),
+        counts=counts.int(),
+        biases=biases.float(),
+    )
+
+
+def penalized_case(
+    vocab_size: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0
+) -> tuple[Tensor, Tensor, Penalties]:
+    """Logits, input ids, and what is penalised of them: rows in any order and one twice, with no
+    entry, some, more than a block has threads; whose newest token is one of them, not, and none."""
+    generator = torch.Generator().manual_seed(seed + vocab_size)
+    logits = spread_logits("peaked", 6, vocab_size, dtype, seed)
+    input_ids = torch.randint(vocab_size, (9,), generator=generator)
+    input_ids[3], input_ids[5] = vocab_size - 1, 0
+    numbers = [0, 1, min(5, vocab_size), min(600, vocab_size), vocab_size // 2]
+    entries = [
+        {
+            int(token_id): (
+                int(torch.randint(-1, 4, (1,), generator=generator)),
+                float(200 * torch.rand((), generator=generator) - 100) * (index % 3 == 0),
+            )
+            for index, token_id in enumerate(
+                torch.randperm(vocab_size, generator=generator)[:count]
+            )
+        }
+        for count in numbers
+    ]
+    entries[3][vocab_size - 1] = (-1, 0.5)
+    entries[4].pop(0, None)
+    settings = [(1.0, 0.0, 0.0), (1.3, 0.0, 0.0), (1.0, 0.7, -0.3), (0.6, -1.1, 2.0), (1.1, 0.1, 0)]
+    penalties = penalties_of([4, 0, 5, 2, 5], [1, -1, 8, 3, 5], settings, entries)
+    return logits, input_ids, penalties

@@ -24,7 +24,7 @@ from attention_cases import (
     without_decodes,
 )
 from reduction_cases import added
-from sampling_cases import mixed_rows, spread_logits
+from sampling_cases import mixed_rows, penalized_case, spread_logits
 from torch import Tensor
 
 from gptoss_kernels import reference, steps
@@ -35,6 +35,7 @@ from gptoss_kernels.contracts import (
     MAXIMUM_TOP,
     Dispatched,
     Mixture,
+    Penalties,
     Routed,
     SamplingRows,
     empty_scale,
@@ -46,6 +47,7 @@ from gptoss_kernels.cuda import (
     linear_fp8_few,
     logprobs,
     mask_logits,
+    penalize_logits,
     rope,
     sample,
     transfer,
@@ -885,8 +887,8 @@ def sampling_calls() -> Iterator[Call]:
     """Rows of every sort, with and without tokens that must not come."""
     vocabulary = SERVED_MODELS["120b"].vocabulary
 
-    def sampled(cluster: Cluster) -> float:
-        logits = spread_logits("peaked", 6, vocabulary, torch.bfloat16, seed=0)
+    def sampled(cluster: Cluster, dtype: torch.dtype) -> float:
+        logits = spread_logits("peaked", 6, vocabulary, dtype, seed=0)
         rows = mixed_rows(logits, seed=0)
         gpu_logits, *gpu_rows = on_gpu(logits, *rows)
         found = sample.sample(gpu_logits, SamplingRows(*gpu_rows), cluster=cluster)
@@ -910,9 +912,20 @@ def sampling_calls() -> Iterator[Call]:
         reference.mask_logits(logits, mask, rows)
         return float(not torch.equal(gpu_logits.cpu().view(torch.int16), logits.view(torch.int16)))
 
+    def penalized() -> float:
+        logits, input_ids, penalties = penalized_case(vocabulary)
+        expected = torch.empty(len(penalties.rows), vocabulary)
+        reference.penalize_logits(logits, input_ids, penalties, expected)
+        gpu_logits, gpu_ids, *gpu_penalties = on_gpu(logits, input_ids, *penalties)
+        found = torch.empty(expected.shape, device=DEVICE)
+        penalize_logits.penalize_logits(gpu_logits, gpu_ids, Penalties(*gpu_penalties), found)
+        return float(not torch.equal(found.cpu(), expected))
+
     yield Call((mask_logits.spec(),), masked)
-    for cluster in (8, 16):
-        yield Call((sample.spec(vocabulary, cluster=cluster),), partial(sampled, cluster))
+    yield Call((penalize_logits.spec(),), penalized)
+    for cluster, dtype in product((8, 16), (torch.bfloat16, torch.float32)):
+        kernels = (sample.spec(vocabulary, dtype, cluster=cluster),)
+        yield Call(kernels, partial(sampled, cluster, dtype))
     yield Call((logprobs.spec(vocabulary),), told)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+import torch
 
 from gptoss_kernels.cuda import build
 from gptoss_kernels.cuda.combine import choose_combine_layout
@@ -25,6 +26,7 @@ from gptoss_kernels.cuda.linear_fp8_few import FewTile
 from gptoss_kernels.cuda.logprobs import spec as logprobs_spec
 from gptoss_kernels.cuda.mask_logits import spec as mask_logits_spec
 from gptoss_kernels.cuda.norm_route import RouteTile, choice_spec
+from gptoss_kernels.cuda.penalize_logits import spec as penalize_logits_spec
 from gptoss_kernels.cuda.quantise import spec as quantise_spec
 from gptoss_kernels.cuda.reduction import ONE_SHOT_BYTES
 from gptoss_kernels.cuda.reduction import choose_layout as choose_reduction_layout
@@ -118,7 +120,10 @@ def test_what_is_served_is_what_operators_choose() -> None:
     for rows in (1, 8, 9, 128):
         assert sample_spec(201_088, cluster=choose_cluster(rows)) in served
     assert logprobs_spec(201_088) in served
-    assert mask_logits_spec() in served
+    assert {mask_logits_spec(), penalize_logits_spec()} <= served
+    for rows in (1, 9):
+        spec = sample_spec(201_088, torch.float32, cluster=choose_cluster(rows))
+        assert spec in served
     assert len({str(spec) for spec in served}) == len(served)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gptoss_kernels import ops, reference
+from gptoss_kernels.contracts import Penalties
 from gptoss_kernels.fp8 import E4M3, quantise_weight
 from gptoss_kernels.testing import rel_error
 
@@ -618,6 +619,24 @@ def test_mask_logits():
         for v in range(40):
             stays = v in allowed.get(row, range(40))
             assert logits[row, v] == (before[row, v] if stays else -math.inf)
+
+
+def test_penalize_logits():
+    """By hand: biased, in the prompt, in the answer once and twice, the newest known and new."""
+    logits = torch.tensor([[0.0] * 6, [2.0, -2.0, 1.0, 3.0, -1.0, 4.0]])
+    penalties = Penalties(
+        *(torch.tensor(each, dtype=torch.int32) for each in ([1, 1, 0], [0, 1, -1])),
+        *(torch.tensor([each] * 3) for each in (2.0, 0.25, 0.5)),
+        start=torch.tensor([0, 4, 5, 5], dtype=torch.int32),
+        token_ids=torch.tensor([0, 1, 2, 3, 1], dtype=torch.int32),
+        counts=torch.tensor([-1, 0, 1, 2, -1], dtype=torch.int32),
+        biases=torch.tensor([7.0, 0.0, 0.0, -4.0, 1.5]),
+    )
+    out = torch.full((3, 6), math.nan)
+    reference.penalize_logits(logits, torch.tensor([3, 4]), penalties, out)
+    first = [9.0, -4.0, 0.5 - 0.75, -2.0 - 1.25, -1.0, 4.0]
+    second = [2.0, -0.5, 1.0, 3.0, -2.0 - 0.75, 4.0]
+    assert out.tolist() == [first, second, [0.0] * 6]
 
 
 def test_select_rows():

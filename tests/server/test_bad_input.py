@@ -83,16 +83,19 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
         },
         'guided_decoding_guide cannot be followed: Unimplemented keys: ["not"]',
     ),
+    ({"text_input": "x", "presence_penalty": 2.5}, "presence_penalty must be in [-2, 2], got 2.5"),
+    ({"text_input": "x", "repetition_penalty": 0.0}, "repetition_penalty must be in [0.001, 100]"),
+    ({"text_input": "x", "logit_bias": '{"201088": 1}'}, "logit_bias must be in [0, 201087], got"),
+    (
+        {"text_input": "x", "logit_bias": '{"5": 101}'},
+        "logit_bias of token 5 must be in [-100, ",
+    ),
     ({"text_input": "word " * 140_000}, "tokens, so that max_model_len (131072) leaves one"),
 ]
 UNBUILT: list[tuple[dict[str, Any], str]] = [
     ({"n": 2}, "n is not built"),
-    ({"repetition_penalty": 1.1}, "repetition_penalty is not built"),
-    ({"presence_penalty": 0.5}, "presence_penalty is not built"),
-    ({"frequency_penalty": 0.5}, "frequency_penalty is not built"),
     ({"prompt_logprobs": 1}, "prompt_logprobs is not built"),
     ({"priority": 1}, "priority is not built"),
-    ({"logit_bias": '{"1": 2}'}, "logit_bias is not built"),
     ({"sampling_parameters": '{"best_of": 2}'}, "best_of is not built"),
     ({"sampling_parameters": '{"bad_words": ["x"]}'}, "bad_words is not built"),
 ]
@@ -148,7 +151,7 @@ def test_bad_field_over_http(
     [
         ("reasoning_effort", "huge", "INVALID_ARGUMENT"),
         ("tool_choice", "required", "INVALID_ARGUMENT"),
-        ("logit_bias", '{"1": 2}', "UNIMPLEMENTED"),
+        ("logit_bias", "[1]", "INVALID_ARGUMENT"),
     ],
 )
 def test_codes(client: Client, name: str, value: str, code: str) -> None:

@@ -275,6 +275,33 @@ class TestChat:
         warm: dict[str, Any] = {**ASK, "temperature": 2, "max_tokens": 20, "seed": 9}
         assert create(**warm).choices[0].message == create(**warm).choices[0].message
 
+    def test_several_choices(self, openai_client: OpenAI) -> None:
+        """The first is that of one alone; the next has the next seed."""
+        create = openai_client.chat.completions.create
+        warm: dict[str, Any] = {**ASK, "temperature": 2, "max_tokens": 20}
+        several = create(**warm, seed=9, n=2)
+        for choice in several.choices:
+            (alone,) = create(**warm, seed=9 + choice.index).choices
+            assert choice.message == alone.message
+        assert [choice.index for choice in several.choices] == [0, 1]
+        assert several.usage
+        assert several.usage.completion_tokens == 40
+
+    def test_penalties_and_biases(self, openai_client: OpenAI) -> None:
+        """The tokens 17 and 18 are 2 and 3."""
+
+        def said(**fields: Any) -> str:
+            prompt = "<|start|>assistant<|channel|>final<|message|>"
+            limits: dict[str, Any] = {**GREEDY, "prompt": prompt, "max_tokens": 60}
+            return openai_client.completions.create(**limits, **fields).choices[0].text
+
+        biases: dict[str, Any] = {"logit_bias": {"17": 100, "18": 70}}
+        assert said(**biases) == "2" * 60
+        fewer = said(**biases, frequency_penalty=2.0)
+        assert fewer.startswith("22")
+        assert not fewer.startswith("2" * 40), "by then it has lost 80 of 100"
+        assert said(**biases, extra_body={"repetition_penalty": 100})[:2] == "23"
+
     def test_a_client_that_leaves_frees_its_place_within_a_second(
         self, openai_client: OpenAI, client: Client
     ) -> None:
@@ -316,7 +343,7 @@ class TestErrors:
                 "max_completion_tokens",
                 "invalid_value",
             ),
-            ({"frequency_penalty": 0.5}, openai.BadRequestError, "frequency_penalty", None),
+            ({"frequency_penalty": 2.5}, openai.BadRequestError, "frequency_penalty", None),
             (
                 {"messages": [{"role": "user", "content": "x " * 200_000}]},
                 openai.BadRequestError,

@@ -229,13 +229,17 @@ def _reduction(model: ModelSizes) -> Iterator[KernelSpec]:
 
 
 def _sampling(model: ModelSizes) -> Iterator[KernelSpec]:
-    from gptoss_kernels.cuda import logprobs, mask_logits, sample, transfer
+    import torch
+
+    from gptoss_kernels.cuda import logprobs, mask_logits, penalize_logits, sample, transfer
     from gptoss_kernels.cuda.sampling import choose_cluster
 
     for num_rows in _NUM_TOKENS:
-        yield sample.spec(model.vocabulary, cluster=choose_cluster(num_rows))
+        for dtype in (torch.bfloat16, torch.float32):  # which penalize_logits gives
+            yield sample.spec(model.vocabulary, dtype, cluster=choose_cluster(num_rows))
     yield logprobs.spec(model.vocabulary)
     yield mask_logits.spec()
+    yield penalize_logits.spec()
     yield from (transfer.spec(from_host=from_host) for from_host in (True, False))
 
 

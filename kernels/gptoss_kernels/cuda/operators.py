@@ -15,6 +15,7 @@ from gptoss_kernels.cuda.linear_fp8 import linear_fp8, quantised_linear_fp8
 from gptoss_kernels.cuda.logprobs import logprobs
 from gptoss_kernels.cuda.mask_logits import mask_logits
 from gptoss_kernels.cuda.norm_route import norm_route
+from gptoss_kernels.cuda.penalize_logits import penalize_logits
 from gptoss_kernels.cuda.quantise import quantise
 from gptoss_kernels.cuda.rms_norm_fp8 import rms_norm, rms_norm_fp8
 from gptoss_kernels.cuda.rope import rope_and_cache_write
@@ -38,6 +39,7 @@ __all__ = [
     "logprobs",
     "mask_logits",
     "norm_route",
+    "penalize_logits",
     "quantise",
     "quantised_linear_fp8",
     "rms_norm",
