@@ -32,9 +32,9 @@ PYTHON
 }
 
 dependencies() {
+  list=$(requirements "$what")
   # The system's packages stay visible: numpy is the image's, which its Python backend was made for.
   "$PYTHON" -m venv --system-site-packages "$folder"
-  list=$(requirements "$what")
   # shellcheck disable=SC2086  # TORCH may carry options
   pip install $TORCH
   pip install --requirement <(printf '%s\n' "$list")

@@ -37,10 +37,10 @@ def _default(parameter: str) -> float:
     return inspect.signature(serve).parameters[parameter].default
 
 
-def _requirements(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def _install(*arguments: str, extras: str = "gpu") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [str(DOCKER / "install.sh"), *arguments],
-        env={"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, **environment},
+        env={"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, "EXTRAS": extras},
         capture_output=True,
         text=True,
         timeout=60,
@@ -144,15 +144,21 @@ def test_autoscaler_follows_what_the_adapter_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "environment", "sentence"),
+    ("arguments", "sentence"),
     [
-        (["dependencies"], {}, "needs a verb, a folder and what it is made of; got 1 arguments"),
-        (["remove", "a", "b"], {}, "unknown verb 'remove'; there are dependencies, package and"),
+        (["dependencies"], "needs a verb, a folder and what it is made of; got 1 arguments"),
+        (["remove", "a", "b"], "unknown verb 'remove'; there are dependencies, package and"),
     ],
 )
-def test_install_steps_refuse_in_words(
-    arguments: list[str], environment: dict[str, str], sentence: str
-) -> None:
-    done = _requirements(*arguments, **environment)
+def test_install_steps_refuse_in_words(arguments: list[str], sentence: str) -> None:
+    done = _install(*arguments)
     assert done.returncode == 1
     assert sentence in done.stderr
+
+
+def test_unknown_extra_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    folder = tmp_path / "environment"
+    done = _install("dependencies", str(folder), str(ROOT / "pyproject.toml"), extras="gpu,nothing")
+    assert done.returncode == 1
+    assert "no extra nothing; there are server, gpu," in done.stderr
+    assert not folder.exists()

@@ -107,6 +107,7 @@ def test_dashboard_and_alerts_know_only_what_is_exposed(
 
 
 @pytest.mark.server
+@pytest.mark.long
 def test_server_without_our_launcher(tmp_path: Path) -> None:
     """`tritonserver --model-repository=…` on the repository as it is, as docker/README.md says."""
     repository = tmp_path / "models"
