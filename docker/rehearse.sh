@@ -15,7 +15,9 @@ step "$root/docker/install.sh" dependencies "$environment" "$root/pyproject.toml
 step "$root/docker/install.sh" package "$environment" "$root"
 step "$root/docker/install.sh" kernels "$environment" "$GPTOSS_CACHE"
 as=()
-if [[ $(id -u) -eq 0 ]]; then
+base=$("$environment/bin/python" -c 'import sys; print(sys.base_prefix)')
+# A Python under /root is nobody else's: then it stays root, and says so at the end.
+if [[ $(id -u) -eq 0 ]] && setpriv --reuid "$user" --regid 0 --clear-groups test -r "$base/lib"; then
   chmod 755 "$folder"
   chown -R "$user:0" "$GPTOSS_CACHE"
   as=(setpriv --reuid "$user" --regid 0 --clear-groups)
