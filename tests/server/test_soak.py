@@ -75,12 +75,12 @@ def test_of_each_kind_there_is_its_share() -> None:
     assert asks(1000, seed=1) == asks(1000, seed=1) != asks(1000, seed=2)
 
 
-def test_growth_is_of_the_first_and_the_last_part() -> None:
+def test_memory_is_told_of_each_part_of_the_time() -> None:
     memory = Memory(1)
     memory.samples = [
-        (float(at), {7: 10_000_000 + 1_000_000 * at, 8: 5_000_000}) for at in range(20)
+        (float(at), {7: 10_000_000 + 1_000_000 * at, 8: 5_000_000}) for at in range(26)
     ]
-    memory.samples[3][1][9] = 1  # has ended since
-    growth = memory.growth(since=10.0)
-    assert growth == {7: (pytest.approx(20.5), pytest.approx(28.5)), 8: (5.0, 5.0)}
-    assert Memory(1).growth(0.0) == {}
+    memory.samples[13][1][9] = 1  # has ended since
+    parts = memory.of_parts(since=10.0)
+    assert parts == {7: [pytest.approx(20.5 + 2 * part) for part in range(8)], 8: [5.0] * 8}
+    assert Memory(1).of_parts(0.0) == {}

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 from typing import Annotated, Any
@@ -35,8 +36,9 @@ _SETTLE_SECONDS = 30
 _SETTLED_SECONDS = 2  # without news of an end
 _SAMPLE_SECONDS = 0.5
 _WARM_UP = 0.3  # of all requests, before memory is looked at
-_PARTS = 5  # of the rest, whose first and last are compared
+_PARTS = 8  # of the rest: what memory was in each
 _MOST_GROWTH = 0.05
+_LEAST_REQUESTS = 1000  # of which growth is judged: fewer are all warm-up
 _MOST_PROBLEMS = 5  # that are told
 _SHARES = {"cancelled": 0.10, "malformed": 0.05, "beyond limits": 0.05}
 
@@ -165,18 +167,18 @@ class Memory:
             now = {pid: size for pid in _tree(self._root) if (size := _resident(pid))}
             self.samples.append((time.monotonic(), now))
 
-    def growth(self, since: float) -> dict[int, tuple[float, float]]:
-        """Of each process the mean MB of the first and the last part of the time since then."""
+    def of_parts(self, since: float) -> dict[int, list[float]]:
+        """Of each process the mean MB in each part of the time since then."""
         samples = [each for at, each in self.samples if at >= since]
-        part = max(1, len(samples) // _PARTS)
-
-        def average(of: list[dict[int, int]], pid: int) -> float:
-            return mean(each[pid] for each in of if pid in each) / 1e6
-
-        pids = set(samples[0]) & set(samples[-1]) if samples else set()
+        if len(samples) < _PARTS:
+            return {}
+        cuts = [len(samples) * part // _PARTS for part in range(_PARTS + 1)]
         return {
-            pid: (average(samples[:part], pid), average(samples[-part:], pid))
-            for pid in sorted(pids)
+            pid: [
+                mean(each.get(pid, 0) for each in samples[first:end]) / 1e6
+                for first, end in pairwise(cuts)
+            ]
+            for pid in sorted(set(samples[0]) & set(samples[-1]))
         }
 
 
@@ -199,7 +201,8 @@ def _resident(pid: int) -> int:
     return 1024 * int(kilobytes)
 
 
-@engine_config(max_waiting_requests=2**31 - 1, default_timeout_seconds=600)
+# Pages that are all used within the warm-up: a CPU's memory grows as they are first written to.
+@engine_config(max_waiting_requests=2**31 - 1, default_timeout_seconds=600, kv_cache_gigabytes=0.1)
 def soak(
     *,
     num_requests: Annotated[int, typer.Option(min=100)] = 10_000,
@@ -223,15 +226,15 @@ def soak(
             warm = _ask_all(server, asks(num_requests, seed), connections, ends)
             seconds = time.monotonic() - started
             problems = [*ends.problems[:_MOST_PROBLEMS], *_unsettled(server)]
-        growth = memory.growth(warm)
+        sizes = memory.of_parts(warm)
         after = _settled_count(server)
     admitted = num_requests - sum(n for end, n in ends.counts.items() if end.endswith("refused"))
     if (finished := after - before) != admitted:
         problems.append(
             f"{admitted} requests were admitted, and the server counted {finished:g} ends"
         )
-    for pid, (first, last) in growth.items():
-        if last > first * (1 + _MOST_GROWTH):
+    for pid, (first, *_, last) in sizes.items():
+        if last > first * (1 + _MOST_GROWTH) and num_requests >= _LEAST_REQUESTS:
             problems.append(f"process {pid} grew from {first:.0f} to {last:.0f} MB")
     first_tokens = sorted(ends.first_tokens)
     line = report.add(
@@ -242,7 +245,7 @@ def soak(
         requests_per_s=rounded(num_requests / seconds),
         ends=dict(sorted(ends.counts.items())),
         ttft_ms=[rounded(1e3 * _at(first_tokens, share)) for share in (0.5, 0.9, 0.99)],
-        memory_mb=[[rounded(first), rounded(last)] for first, last in growth.values()],
+        memory_mb=[[*map(rounded, parts)] for parts in sizes.values()],
         problems=problems,
     )
     report.close()
