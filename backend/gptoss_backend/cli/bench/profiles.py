@@ -34,7 +34,7 @@ _OPERATORS = tuple(
         (r"rms_norm", "norms"),
         (r"quantise", "quantisation"),
         (r"unpack_step|select_rows", "step's inputs and rows"),
-        (r"sampl|logprob|mask_logits|softmax|topk|top_k|sort|argmax", "sampling"),
+        (r"sampl|logprob|(mask|penalize)_logits|softmax|topk|top_k|sort|argmax", "sampling"),
         (r"embedding", "embedding"),
         (r"linear_fp8|deepgemm|deep_gemm|fp8_gemm", "qkv and output"),
         (r"gemm|gemv|nvjet|cutlass|splitk|cublas|^linear$", "products in bf16"),
