@@ -281,7 +281,7 @@ class DeviceSteps:
             num_decodes, num_sequences = shape.num_decodes, shape.num_sequences
         spare = num_decodes - num_first
         staged = StagedStep.build(step, self._known, num_first, spare)
-        sampling = _sampling(step, self._model.config.vocab_size)
+        sampling = Sampling.build(step.due, self._model.config.vocab_size)
         is_small = (
             len(staged.words) <= _WORDS * num_decodes
             and len(sampling.masked_ids) <= _MASKED * num_decodes
@@ -530,7 +530,8 @@ class DeviceSteps:
         """A step of that shape, as it was sent last; at first, with nothing but what fills it."""
         nothing, nobody = ScheduledStep(()), self._config.max_num_seqs
         masked = np.zeros(_MASKED * shape.num_sampled, dtype=np.int32)
-        sampling = _sampling(nothing, self._model.config.vocab_size)._replace(masked_ids=masked)
+        sampling = Sampling.build(nothing.due, self._model.config.vocab_size)
+        sampling = sampling._replace(masked_ids=masked)
         staged = StagedStep.build(nothing, self._known, 0, shape.num_decodes)
         if not shape.num_prefills:
             plan = self._decode_plan(shape.num_decodes, staged, sampling, [])
@@ -686,8 +687,3 @@ def _cut(rows: int, most_seqs: int, max_model_len: int) -> tuple[int, ...]:
     """As few sequences as have so many rows, or nearly."""
     whole, rest = divmod(rows, max_model_len)
     return ((max_model_len,) * whole + ((rest,) if rest else ()))[:most_seqs]
-
-
-def _sampling(step: ScheduledStep, vocab_size: int) -> Sampling:
-    """Of the rows after which a token is due."""
-    return Sampling.build(step.due, vocab_size)

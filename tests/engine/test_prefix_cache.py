@@ -13,6 +13,7 @@ from gptoss_engine.engine import Engine
 from gptoss_engine.page_pool import PagePool
 from gptoss_engine.prefix_cache import PageKeys, PrefixCache
 from gptoss_engine.runner import load_runner
+from gptoss_engine.sequence import ScheduledStep
 from gptoss_engine.types import GenerationRequest, TokenChunk
 
 from ..tiny_checkpoint import TinyCheckpoint
@@ -198,9 +199,9 @@ def test_who_is_preempted_finds_its_own_pages() -> None:
     """All that no older one has needed meanwhile."""
     computed = 0
 
-    def launched(step: object) -> None:
+    def launched(step: ScheduledStep) -> None:
         nonlocal computed
-        computed += sum(item.num_tokens for item in step.items)  # type: ignore[attr-defined]
+        computed += sum(item.num_tokens for item in step.items)
 
     def work(*, enable_prefix_caching: bool) -> tuple[int, int]:
         nonlocal computed
